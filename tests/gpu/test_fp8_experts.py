@@ -36,6 +36,7 @@ SPECS = {
     "Qwen3 30B, blocks": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", block=True, dtype=torch.bfloat16),
     "nine of a token, rows": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=False, dtype=torch.bfloat16),
     "nine of a token, blocks": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16),
+    "one of nine is shared": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16, shared=1),
 }
 #: A token's difference as a share of its answer's length, for half of the tokens and for all. FP8 products sum in fewer
 #: bits than float32, so some intermediate results round the other way, to bfloat16 and so to e4m3 (by up to an 8th).
@@ -44,7 +45,7 @@ MOST, ALL = 2**-6, 2**-4
 
 def operands(spec, tokens, total=None):
     torch.manual_seed(0)
-    total = total or spec.first + spec.count + 1
+    total = total or spec.first + spec.count + (0 if spec.shared else 1)
     hidden, size = spec.hidden_size, spec.intermediate_size
     wide = torch.full((tokens, hidden + 8), float("nan"), dtype=spec.dtype, device=GPU)
     wide[:, :hidden] = torch.randn(tokens, hidden, device=GPU)
@@ -61,7 +62,8 @@ def operands(spec, tokens, total=None):
     layer = Fp8ExpertWeights(
         weight(2 * size, hidden), scale(2 * size, hidden), weight(hidden, size), scale(hidden, size)
     )
-    experts = torch.rand(tokens, total, device=GPU).argsort(-1)[:, : spec.top_k].int().contiguous()
+    experts = torch.rand(tokens, total - spec.shared, device=GPU).argsort(-1)[:, : spec.top_k].int().contiguous()
+    experts[:, spec.top_k - spec.shared :] = torch.arange(total - spec.shared, total, dtype=torch.int32, device=GPU)
     return wide[:, :hidden], torch.rand(tokens, spec.top_k, device=GPU), experts, layer
 
 

@@ -71,9 +71,8 @@ class Fp8ExpertsMethod:
             wide, narrow = (num_blocks(2 * size), num_blocks(hidden)), (num_blocks(hidden), num_blocks(size))
         layer.gate_up_scale = empty_scales(runtime, count, *wide)
         layer.down_scale = empty_scales(runtime, count, *narrow)
-        spec = Fp8ExpertsSpec(
-            layer.local_experts.start, count, hidden, size, top_k, activation, block, runtime.dtype, layer.total
-        )
+        first, total, shared = layer.local_experts.start, layer.total, layer.total - layer.routed
+        spec = Fp8ExpertsSpec(first, count, hidden, size, top_k, activation, block, runtime.dtype, total, shared)
         self.kernel = runtime.kernels.select(FP8_EXPERTS, spec)
 
     def weights(self, layer: Experts) -> Fp8ExpertWeights:

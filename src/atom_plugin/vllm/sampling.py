@@ -1,14 +1,16 @@
 """Greedy sampling in vLLM's model runner V2, which asks the model state for a sampler.
 
 vLLM's sampler copies all logits to float32 if a request has ``min_tokens``, and finds the argmax in blocks of 1,024
-logits. Here one op samples a batch whose requests are all greedy and whose logits are not modified otherwise. A step in
-which all of them decode and ask for nothing else takes a short way around vLLM's sampler as well, whose other work on
-the host takes longer than the op's. vLLM's own, with its states and warm-up, samples all other batches.
+logits. Here one op samples a batch whose requests are all greedy and whose logits are not modified otherwise. vLLM's
+own, with its states and warm-up, samples all other batches. A step in which all requests decode, want nothing but
+tokens and have logits that nothing modifies, also with a temperature of 1, takes a short way around what else vLLM's
+sampler does, which takes the host longer than sampling.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +41,16 @@ class GreedySampler(Sampler):
         self.kernel = kernel
         self.bias = _bias_of(sampler)
         self.greedy = np.zeros_like(self.needs_logits_processing)
-        #: Greedy requests that have no ``min_tokens`` and want nothing but tokens.
+        #: Requests that want nothing but tokens, of logits as they are: the likeliest, or one by its probability.
         self.plain = np.zeros_like(self.needs_logits_processing)
         #: Whether a request came after the last :meth:`apply_staged_writes`.
         self.has_new = True
         #: int32 ``[max_num_reqs]``, ones and zeros: how many tokens a request that decodes has sampled and rejected.
         #: None until the first step that needs them.
         self.counts: tuple[torch.Tensor, torch.Tensor] | None = None
+        names = list(inspect.signature(sampler.sample).parameters)
+        #: What vLLM's :meth:`sample` takes behind positions, of which it reads nothing where no logits are modified.
+        self.unread = (None,) * (names.index("return_logprobs") - names.index("pos") - 1)
 
     def add_request(self, req_idx: int, *args: Any) -> None:
         """See vLLM; the last argument is the request's ``SamplingParams``."""
@@ -65,7 +70,7 @@ class GreedySampler(Sampler):
             changed = changed or params.structured_outputs is not None
         self.greedy[req_idx] = self.sampling_states.temperature.np[req_idx] == 0.0 and not changed
         asks_more = params.min_tokens or self.get_logprobs_dims(np.array([req_idx])) is not None
-        self.plain[req_idx] = self.greedy[req_idx] and not asks_more
+        self.plain[req_idx] = not (changed or asks_more)
 
     def apply_staged_writes(self) -> None:
         """See vLLM, which copies a dozen tables in each step; only new requests change them.
@@ -81,20 +86,29 @@ class GreedySampler(Sampler):
 
         Where no request is in its prompt, each has one token sampled and none rejected, which vLLM has a kernel find.
         """
+        requests = input_batch.idx_mapping_np
         asks_more = self.compute_nans or self.return_sampling_mask or self.trace_replay_state is not None
-        if asks_more or input_batch.has_prefill or not self.plain[input_batch.idx_mapping_np].all():
+        if asks_more or input_batch.has_prefill or not self.plain[requests].all():
             return super().__call__(logits, input_batch)
         if self.counts is None:
             lengths, most = input_batch.seq_lens, len(self.plain)
             self.counts = lengths.new_ones(most), lengths.new_zeros(most)
         sampled, rejected = (it[: input_batch.num_reqs] for it in self.counts)
+        tokens = self.kernel(logits) if self.greedy[requests].all() else self._drawn(logits, input_batch)
         return SamplerOutput(
-            sampled_token_ids=self.kernel(logits).view(-1, 1),
+            sampled_token_ids=tokens.view(-1, 1),
             logprobs_tensors=None,
             num_nans=None,
             num_sampled=sampled,
             num_rejected=rejected,
         )
+
+    def _drawn(self, logits: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
+        """vLLM's choice, by each request's seed, where no logits are modified: so nothing reads the input's tokens."""
+        rows = input_batch.expanded_idx_mapping, input_batch.idx_mapping, input_batch.idx_mapping_np
+        pos = input_batch.positions[input_batch.logits_indices]
+        tokens: torch.Tensor = super().sample(logits, *rows, pos, *self.unread)[0]
+        return tokens
 
     def sample(
         self,

@@ -238,17 +238,32 @@ def run(sampler, batch):
     return sampler(logits, batch)
 
 
-def test_a_step_of_plain_requests_gives_what_vllms_way_around_the_op_gives(ours, monkeypatch):
+def drawn(logits, requests, temperature, seeds, positions, **options):
+    """In place of vLLM's choice by seeds, which is launched: any function of what it is given."""
+    assert logits.dtype == torch.float32
+    assert not options["apply_temperature"]
+    mine = requests.long()
+    return (logits.argmax(1) + 10 * temperature[mine].long() * (1 + seeds[mine] + positions)) % VOCABULARY
+
+
+@pytest.mark.parametrize("likeliest", [True, False])
+def test_a_step_of_plain_requests_gives_what_vllms_way_gives(ours, monkeypatch, likeliest):
     asked = counted(monkeypatch)
+    monkeypatch.setattr("vllm.v1.worker.gpu.sample.sampler.gumbel_sample", drawn)
     for row in (2, 1):
-        add(ours, row)
+        add(ours, row, **({} if likeliest else {"temperature": float(row == 1), "seed": 3}))
         ours.req_states.prefill_len.gpu[row] = 20
-    short = run(ours, batch_of([2, 1]))
+    ours.apply_staged_writes()
+    batch = batch_of([2, 1])
+    # Nothing reads the tokens that led here.
+    batch.input_ids = None
+    short = run(ours, batch)
     assert asked == []
     ours.plain[:] = False
     long = run(ours, batch_of([2, 1]))
     assert asked == [[2, 1]]
-    assert ours.kernel.calls == [(None, None, None), ([2, 1], [24, 24], None)]
+    assert ours.kernel.calls == ([(None, None, None), ([2, 1], [24, 24], None)] if likeliest else [])
+    assert short.sampled_token_ids.tolist() == [[5], [5 if likeliest else (5 + 10 * 28) % VOCABULARY]]
     assert vars(short).keys() == vars(long).keys()
     for name, wanted in vars(long).items():
         found = getattr(short, name)
@@ -260,7 +275,11 @@ def test_a_step_of_plain_requests_gives_what_vllms_way_around_the_op_gives(ours,
 
 @pytest.mark.parametrize(
     "asked",
-    [*LEFT_TO_VLLM.values(), {"min_tokens": 4}, {"logprobs": 0}, {"logprobs": 2}, {"logprob_token_ids": [3]}],
+    [
+        *(it for it in LEFT_TO_VLLM.values() if it != {"temperature": 1.0}),
+        *({"temperature": 1.0, **it} for it in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_tokens": 4})),
+        *({"min_tokens": 4}, {"logprobs": 0}, {"logprobs": 2}, {"logprob_token_ids": [3]}),
+    ],
     ids=str,
 )
 def test_one_request_that_asks_for_more_has_its_step_go_vllms_way(ours, asked, monkeypatch):

@@ -2,8 +2,9 @@
 
 On NVIDIA's GPUs one row takes one launch and is not quantised (:mod:`atom_core.kernels.fp8_linear.one_row`). Otherwise
 one launch quantises the input and applies the norm before it. :mod:`.few_rows` multiplies up to 64 rows, on Hopper and
-whole blocks :mod:`.few_rows_hopper`. :mod:`.many_rows`, or on Hopper :mod:`.cublas`, multiplies more; a fused norm or
-activation may have quantised those already, and a norm with a small product beside this one 2 to 16 rows.
+whole blocks :mod:`.few_rows_hopper`, and that up to 256 by small weights. :mod:`.many_rows`, or on Hopper
+:mod:`.cublas`, multiplies more; a fused norm or activation may have quantised those already, and a norm with a small
+product beside this one 2 to 16 rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_block_linear import cublas
-from atom_core.kernels.fp8_block_linear.few_rows import input_rows, multiply_few_rows
+from atom_core.kernels.fp8_block_linear.few_rows import MOST_ROWS, input_rows, multiply_few_rows, takes_more
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
 from atom_core.kernels.fp8_block_linear.many_rows import tile_for as tile_for_many
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
@@ -24,9 +25,10 @@ from atom_core.kernels.fp8_linear.one_row import multiply_row, tile_for, why_not
 from atom_core.kernels.fp8_linear.quantize import Made
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.fp8_linear.scaled_mm import FNUZ, clear_minus_zeros, dtype_of
-from atom_core.kernels.linear.tiles import MAX_ROWS
+from atom_core.kernels.linear.tiles import MAX_ROWS, on_hopper
 from atom_core.kernels.linear.triton_kernel import Norm
 from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import cdiv
 from atom_core.quant.fp8 import BLOCK_SIZE
 from atom_core.types import Activation
 
@@ -56,6 +58,8 @@ class TritonFp8BlockLinear:
         else:
             # Whole multiples may come quantised by a norm or an activation in front.
             yield num_rows % cublas.TOGETHER == 0
+            if num_rows <= MOST_ROWS and on_hopper(device):
+                yield "few", cdiv(num_rows, MAX_ROWS)
             yield tile_for_many(num_rows, True, self.nvidia)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
@@ -101,7 +105,7 @@ class TritonFp8BlockLinear:
             return multiply_few_rows(
                 *x, weight, weight_scale, bias, nvidia=self.nvidia, overlap=self.overlap, dtype=self.dtype
             )
-        return multiply_many(x.values, x.scales, weight, weight_scale, bias, nvidia=self.nvidia, dtype=self.dtype)
+        return multiply_many(*x, weight, weight_scale, bias, nvidia=self.nvidia, overlap=self.overlap, dtype=self.dtype)
 
 
 def _fake(
@@ -131,7 +135,8 @@ def fp8_block_linear(
         return x.new_empty(0, len(weight))
     multiple = cublas.TOGETHER if cublas.takes(weight, x.dtype) else 1
     quantized, scales = quantize_groups(x, weight.dtype, overlap, group=BLOCK_SIZE, multiple=multiple)
-    return multiply_many(quantized, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=x.dtype)[: len(x)]
+    given = quantized, scales, weight, weight_scale, bias
+    return multiply_many(*given, nvidia=nvidia, overlap=overlap, dtype=x.dtype)[: len(x)]
 
 
 def multiply_many(
@@ -142,9 +147,12 @@ def multiply_many(
     bias: torch.Tensor | None,
     *,
     nvidia: bool,
+    overlap: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """``x W^T + b`` in ``dtype``, from the results of :func:`quantize_groups`, which are padded for cuBLAS."""
+    if takes_more(len(x), weight):
+        return multiply_few_rows(x, scales, weight, weight_scale, bias, nvidia=nvidia, overlap=overlap, dtype=dtype)
     if cublas.takes(weight, dtype):
         return cublas.multiply(x, scales, weight, weight_scale, bias)
     return multiply_many_rows(x, scales, weight, weight_scale, bias, nvidia=nvidia, dtype=dtype)

@@ -39,6 +39,8 @@ class Fp8ExpertsSpec:
     dtype: torch.dtype
     total: int | None = None
     """Experts of all ranks; None: all experts are local."""
+    shared: int = 0
+    """How many of the local experts, the last ones, are shared: every token is routed to them."""
 
 
 class Fp8ExpertWeights(NamedTuple):

@@ -58,7 +58,7 @@ class TritonFp8Experts:
     def __init__(self, spec: Fp8ExpertsSpec, target: Target, overlap: bool) -> None:
         self.spec, self.nvidia, self.overlap = spec, target.kind == "cuda", overlap
         self.fnuz = dtype_of(target) == FNUZ
-        self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, whole=spec.total == spec.count)
+        self.local_experts = LocalExperts(spec.first, spec.count, spec.top_k, spec.total == spec.count, spec.shared)
         self.block = BLOCK_SIZE if spec.block else 0
         self.max_normed = int(takes_one_token(spec.hidden_size, spec.intermediate_size, spec.dtype))
 
@@ -99,6 +99,7 @@ class TritonFp8Experts:
             spec.first,
             spec.count,
             self.local_experts.whole,
+            spec.shared,
             self.block,
             spec.activation,
             self.nvidia,
@@ -171,6 +172,7 @@ def _fake(
     first: int,
     count: int,
     whole: bool,
+    shared: int,
     block: int,
     activation: str,
     nvidia: bool,
@@ -191,6 +193,7 @@ def fp8_mixture(
     first: int,
     count: int,
     whole: bool,
+    shared: int,
     block: int,
     activation: str,
     nvidia: bool,
@@ -198,14 +201,14 @@ def fp8_mixture(
 ) -> torch.Tensor:
     """See :mod:`atom_core.kernels.fp8_experts`; weights are in the device's variant of e4m3, scales for e4m3fn.
 
-    ``first``, ``count`` and ``whole`` describe the local experts; ``block`` is 0 where each row has a scale.
+    ``first``, ``count``, ``whole`` and ``shared`` describe the local experts; ``block`` is 0 where rows have a scale.
     """
     return _launch(
         x,
         weights,
         experts,
         Fp8ExpertWeights(gate_up, gate_up_scale, down, down_scale),
-        LocalExperts(first, count, experts.shape[1], whole),
+        LocalExperts(first, count, experts.shape[1], whole, shared),
         block=block,
         activation=cast(Activation, activation),
         nvidia=nvidia,

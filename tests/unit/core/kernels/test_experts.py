@@ -201,8 +201,9 @@ def test_a_token_of_nan_leaves_its_neighbours_alone(tokens):
 @pytest.mark.parametrize("max_one_launch", [0, 2048], ids=["in several launches", "in one launch"])
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("tokens", [1, 20, 300])
+@pytest.mark.parametrize("shared", [0, 1, 2])
 @pytest.mark.parametrize("spec", [SPEC, SPECS["the last of them, with biases"]], ids=["all", "some"])
-def test_every_routed_token_is_in_one_block_of_its_expert(monkeypatch, spec, tokens, rows, max_one_launch):
+def test_every_routed_token_is_in_one_block_of_its_expert(monkeypatch, spec, shared, tokens, rows, max_one_launch):
     from atom_core.kernels.experts import grouped
     from atom_core.kernels.experts.grouped import LocalExperts, sort_by_expert
 
@@ -210,7 +211,10 @@ def test_every_routed_token_is_in_one_block_of_its_expert(monkeypatch, spec, tok
     experts = operands(spec, tokens, torch.float32)[2]
     if tokens == 300:
         experts[:] = torch.tensor([5, 4, 0])  # as uneven as can be
-    blocks = sort_by_expert(experts, LocalExperts(spec.first, spec.count, spec.top_k), rows)
+    spec = replace(spec, count=spec.count + shared, top_k=spec.top_k + shared)
+    last = spec.first + spec.count
+    experts = torch.cat([experts, torch.arange(last - shared, last, dtype=torch.int32).expand(tokens, -1)], 1)
+    blocks = sort_by_expert(experts, LocalExperts(spec.first, spec.count, spec.top_k, shared=shared), rows)
     local_experts = {
         routed_token
         for routed_token, expert in enumerate(experts.flatten().tolist())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom_core.kernels.fp8_block_linear import few_rows
-from atom_core.kernels.fp8_block_linear.few_rows import hopper_tile, multiply_few_rows
+from atom_core.kernels.fp8_block_linear.few_rows import hopper_tile, multiply_few_rows, takes_more
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.gated_activation.reference import gated_activation
 from tests.gluon_on_cpu import on_cpu
@@ -62,6 +62,36 @@ SIZES = [(2048, 1024), (4096, 512), (2112, 512), (200, 512), (128, 256), (128, 3
 def test_it_multiplies(multiply, size, rows):
     given = operands(rows, *size)
     assert_close(multiply(*given), by_definition(*given))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(65, (4096, 512)), (130, (2048, 384)), (256, (2112, 512))], ids=str)
+def test_it_multiplies_more_rows_where_its_programs_run_at_once(multiply, size, rows):
+    given = operands(rows, *size)
+    assert_close(multiply(*given), by_definition(*given))
+
+
+@pytest.mark.usefixtures("multiply")
+@pytest.mark.parametrize(
+    ("rows", "size", "takes"),
+    [
+        (65, (4096, 2048), True),
+        (128, (4096, 2048), True),
+        (129, (4096, 2048), False),
+        (256, (2048, 4096), True),
+        (257, (2048, 4096), False),
+        (256, (2112, 512), True),
+        (256, (2176, 512), False),
+        (72, (12288, 2048), False),
+        (72, (2048, 448), False),
+    ],
+    ids=str,
+)
+def test_which_rows_it_takes(rows, size, takes):
+    assert takes_more(rows, torch.empty(size, dtype=E4M3)) == takes
+    if takes:
+        tile = hopper_tile(256, *size)
+        assert (tile.tokens, tile.split) == (64, 1)
+        assert tile.stages <= 10
 
 
 @pytest.mark.parametrize("size", [(2048, 1024), (192, 256)], ids=str)
