@@ -1,10 +1,10 @@
 """FlashAttention 3, which vLLM's CUDA build ships for Hopper, as an implementation of the core's attention.
 
-Its kernel prefills long prompts faster than the core's (arXiv 2407.08608): on an H200, 8,192 tokens of Qwen3 8B take
-1.03 ms a layer, with the core's 1.39. When the core's took 1.78, a prompt of 4,000 tokens had its first token in an
-engine after 99 ms instead of 106, but one of 128 tokens after 12.7 ms instead of 8.6, because a call takes more host
-time. So FlashAttention 3 runs batches with a long prompt, and the core's kernel all others. Decodes stay with the core,
-which fuses norms, rope and the cache write with attention.
+Its kernel prefills faster than the core's (arXiv 2407.08608): on an H200, a layer of Qwen3 8B takes 170 us for eight
+prompts of 1,024 tokens, with the core's 240; 866 and 1,469 for one of 8,192; 340 and 399 for 200 requests that decode
+beside a chunk of 1,024. But a call takes the host some 0.1 ms longer, which a step of few tokens waits for, and prompts
+of a few hundred tokens take the core's kernel less. :class:`DispatchByPrompts` chooses. Steps without a prompt stay
+with the core, which fuses norms, rope and the cache write with attention.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from atom_core.kernels.attention import (
 )
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.select import Target
+from atom_core.kernels.triton_support import cdiv
 from atom_core.types import GraphSupport
 
-#: FlashAttention 3 runs batches in which some request has at least so many new tokens; measured, see above.
+#: FlashAttention 3 runs batches in which some request has at least so many new tokens.
 LONG_PROMPT = 4000
+#: It also runs those of a layer without a window in which some request has at least so many, with heads of 128 and more
+#: or with smaller ones. The batch has to have enough tokens for the GPU to take longer than the host: the products
+#: of a layer grow with tokens times queries' numbers squared, and 1,024 tokens of 32 heads of 128 have enough.
+MIN_PROMPT, MIN_PROMPT_OF_SMALL_HEADS = 512, 2048
+MIN_WORK = 1024 * (32 * 128) ** 2
 
 
 def why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
@@ -37,7 +43,7 @@ def why_no_both(spec: PagedAttentionSpec, target: Target) -> str | None:
 
 def build_both(spec: PagedAttentionSpec, target: Target) -> PagedAttentionKernel:
     """Our kernel, and FlashAttention 3 for the batches that it runs faster."""
-    return DispatchByPromptLength(TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
+    return DispatchByPrompts(spec, TRITON_ATTENTION.build(spec, target), FlashAttention3(spec))
 
 
 def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | None:
@@ -146,20 +152,29 @@ class FlashAttention3:
         )
 
 
-class DispatchByPromptLength:
-    """Two kernels over the same cache: ``long`` runs batches with a long prompt. See :data:`LONG_PROMPT`."""
+class DispatchByPrompts:
+    """Two kernels over the same cache: ``long`` runs batches with long prompts, see :data:`LONG_PROMPT`."""
 
     order: CacheOrder = "plain"
 
-    def __init__(self, kernel: PagedAttentionKernel, long: PagedAttentionKernel) -> None:
+    def __init__(self, spec: PagedAttentionSpec, kernel: PagedAttentionKernel, long: PagedAttentionKernel) -> None:
         assert kernel.order == long.order == self.order
         assert long.plan_key() is None, "a plan is made before the kernel is chosen"
         self.kernel, self.long = kernel, long
         self.graph_support: GraphSupport = kernel.graph_support
+        few = MIN_PROMPT if spec.head_dim >= 128 else MIN_PROMPT_OF_SMALL_HEADS
+        self.min_prompt = few if spec.window is None else LONG_PROMPT
+        self.min_tokens = cdiv(MIN_WORK, (spec.num_heads * spec.head_dim) ** 2)
+
+    def chosen(self, batch: Batch | BatchShape) -> PagedAttentionKernel:
+        """The kernel that runs a batch."""
+        longest = batch.max_query_len
+        enough = longest >= self.min_prompt and batch.num_tokens >= self.min_tokens
+        return self.long if longest >= LONG_PROMPT or enough else self.kernel
 
     def attention_compile_keys(self, shape: BatchShape, device: torch.device) -> list[Hashable]:
         """See :class:`atom_core.kernels.compile_keys.AttentionCompileKeys`."""
-        return attention_keys(self.long if shape.max_query_len >= LONG_PROMPT else self.kernel, shape, device)
+        return attention_keys(self.chosen(shape), shape, device)
 
     def plan_key(self) -> Hashable | None:
         """See :class:`atom_core.kernels.attention.PagedAttentionKernel`."""
@@ -178,5 +193,4 @@ class DispatchByPromptLength:
         out: torch.Tensor,
     ) -> None:
         """Write the attention of every request's queries to ``out``."""
-        kernel = self.long if batch.max_query_len >= LONG_PROMPT else self.kernel
-        kernel(q, cache, batch, sinks, out)
+        self.chosen(batch)(q, cache, batch, sinks, out)

@@ -10,6 +10,7 @@ import inspect
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ import vllm
 from atom_core.batch import Batch, BatchShape, Pages
 from atom_core.cache import KVCacheView, LatentCacheView
 from atom_core.kernels import OPS
-from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
+from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
@@ -30,8 +31,7 @@ from atom_core.kernels.mla_attention import MLA_ATTENTION
 from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
 from atom_core.kernels.select import KernelSet, Target
 from atom_plugin.vllm.flash_attention import (
-    LONG_PROMPT,
-    DispatchByPromptLength,
+    DispatchByPrompts,
     FlashAttention3,
     why_no_flash_attention,
 )
@@ -221,17 +221,52 @@ def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Tar
     assert gpu_kernels()["mla_attention"].supports(spec, target) is not None
 
 
-@pytest.mark.parametrize(("tokens", "long"), [(LONG_PROMPT - 1, False), (LONG_PROMPT, True)])
-def test_long_prompts_are_read_elsewhere(tokens: int, long: bool) -> None:
-    case = AttentionCase("", ((3, tokens), (9, 1)), dim=8)
-    inputs = attention_batch(case, torch.float32, torch.device("cpu"))
-    one, other = (Mock(wraps=ReferenceAttention(case.spec(torch.float32)), order="plain") for _ in range(2))
+#: Of 8B, of a model with small heads, of a layer with a window, of 0.6B, and of a rank with few heads.
+LARGE = replace(SPEC, num_heads=32, num_kv_heads=8)
+SMALL, WINDOW = replace(LARGE, head_dim=64), replace(LARGE, window=128)
+HALF, FEW = replace(LARGE, num_heads=16), replace(LARGE, num_heads=4, num_kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "queries", "long"),
+    [
+        (LARGE, (1,) * 1024, False),
+        (LARGE, (1024,), True),
+        (LARGE, (1023,), False),
+        (LARGE, (1, 1023), True),
+        (LARGE, (512, 512), True),
+        (LARGE, (511, 511, 2), False),
+        (LARGE, (128,) * 64, False),
+        (SMALL, (2047, 2049), True),
+        (SMALL, (2047, 2047, 2), False),
+        (SMALL, (2048,), False),
+        (WINDOW, (3999, 3999), False),
+        (WINDOW, (1, 4000), True),
+        (HALF, (2048,), False),
+        (HALF, (2048, 2048), True),
+        (HALF, (2048, 2047), False),
+        (FEW, (3999,) * 8, False),
+        (FEW, (1, 4000), True),
+    ],
+)
+def test_long_prompts_are_read_elsewhere(spec: PagedAttentionSpec, queries: tuple[int, ...], long: bool) -> None:
+    one, other = (Mock(spec=ReferenceAttention(spec), order="plain", graph_support="always") for _ in range(2))
     other.plan_key.return_value = None
-    kernel = DispatchByPromptLength(one, other)
-    kernel(inputs.q, inputs.cache, inputs.batch, None, inputs.q.new_empty(inputs.q.shape))
+    kernel = DispatchByPrompts(spec, one, other)
+    device, shape = torch.device("cpu"), BatchShape(tuple(sorted(queries)), 9000)
+    starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+    batch = Batch(
+        query_start_loc=starts,
+        seq_lens=starts.diff(),
+        pages=Pages(torch.empty(len(queries), 0), torch.empty(0, dtype=torch.int64)),
+        num_requests=len(queries),
+        num_tokens=sum(queries),
+        max_query_len=max(queries),
+        max_seq_len=9000,
+    )
+    kernel(torch.empty(0), None, batch, None, torch.empty(0))
     assert (one.called, other.called) == (not long, long)
-    keys = kernel.attention_compile_keys(BatchShape((1, tokens), 2 * tokens), inputs.q.device)
-    assert keys == attention_keys(other if long else one, BatchShape((tokens,), tokens), inputs.q.device)
+    assert kernel.attention_compile_keys(shape, device) == attention_keys(other if long else one, shape, device)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +304,7 @@ def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding:
     assert why_no_flash_mla_attention(LATENT_SPEC, HOPPER) is None
     kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
-    assert isinstance(kernels.select(ATTENTION, SPEC), DispatchByPromptLength)
+    assert isinstance(kernels.select(ATTENTION, SPEC), DispatchByPrompts)
     assert kernels.chosen(ATTENTION, replace(SPEC, cache_dtype=torch.float8_e4m3fn)) == "triton"
     assert isinstance(kernels.select(MLA_ATTENTION, LATENT_SPEC), DispatchByRows)
     separate = ((MLA_ATTENTION.name, TRITON_AND_FLASH_ATTENTION_3),)

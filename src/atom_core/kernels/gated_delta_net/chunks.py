@@ -354,12 +354,6 @@ def answer(
     seq_len = tl.load(seq_lens + request)
     if (first >= tokens) | (tl.load(own_slot(slots, seq_len, block_size, request, stride_slots)) <= 0):
         return
-    token = tl.arange(0, CHUNK)
-    column = tl.arange(0, PADDED)
-    mask = (first + token < tokens)[:, None] & (column < V)[None, :]
-    qkvz += (begin + first) * stride_x + (C + head * V)
-    # Asked for with the rest: it comes from memory, and nothing else would wait for it.
-    z = tl.load(qkvz + token[:, None] * stride_x + column[None, :], mask=mask, other=0.0)
     place = tl.program_id(0)
     query = tl.load(_tile(mixed, place, head // (HV // HK), HEADS, CHUNK, PADDED))
     key = tl.load(_tile(mixed, place, HK + head // (HV // HK), HEADS, CHUNK, PADDED))
@@ -369,9 +363,14 @@ def answer(
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _decays(total)
     value = tl.dot(query, tl.trans(state), input_precision=PRECISION) * tl.exp(total)[:, None]
     value = tl.dot(scores.to(added.dtype), tl.trans(added), value, input_precision=PRECISION)
+    token = tl.arange(0, CHUNK)
+    column = tl.arange(0, PADDED)
+    mask = (first + token < tokens)[:, None] & (column < V)[None, :]
+    qkvz += (begin + first) * stride_x + (C + head * V)
+    z = tl.load(qkvz + token[:, None] * stride_x + column[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_weight + column, mask=column < V, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(value * value, 1) / V + eps)[:, None]
-    y = value * factor * weight[None, :] * silu(z.to(tl.float32))
+    y = value * factor * weight[None, :] * silu(z)
     out += (begin + first) * stride_out + head * V
     at = out + token[:, None] * stride_out + column[None, :]
     tl.store(at, y.to(out.dtype.element_ty), mask=mask, eviction_policy=EVICT_LAST)
