@@ -25,6 +25,8 @@ from atom_core.standalone import mixers, plan
 
 #: Tokens of a prompt at most, for kernels of many tokens do not change with lengths; and of one beside other requests.
 _LONGEST_PROMPT, _PROMPT = 2048, 257
+#: Of prompts that no adapter has other kernels for.
+_SHORT_PROMPT = 511
 #: New tokens behind cached ones, up to more than any kernel of few takes, and cached tokens: enough that attention over
 #: latents does not expand them.
 _MOST_FEW_TOKENS, _CACHED = 16, 64
@@ -150,6 +152,11 @@ def _candidates(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterato
             yield BatchShape(queries, 2 * new, new)
             yield BatchShape((*queries, prompt), max_seq_len, _CACHED)
             yield BatchShape((*queries, prompt), max_seq_len)
+    # An adapter's kernel may take batches with longer prompts, and ours as many tokens in these.
+    short = min(_SHORT_PROMPT, max_seq_len)
+    for requests in range(1, max_tokens // short + 1):
+        yield BatchShape((short,) * requests, max_seq_len)
+        yield BatchShape((short,) * requests, short)
     for tokens in _sizes(max_tokens):
         prompts = _prompts(tokens, max_seq_len)
         yield BatchShape(prompts, max_seq_len)

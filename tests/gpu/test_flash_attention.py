@@ -28,8 +28,6 @@ def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
         assert why_no_flash_attention(case.spec(dtype), Target.of(GPU)) is not None
         return
     inputs = attention_batch(case, dtype, GPU)
-    if inputs.sinks is not None:
-        inputs.sinks.data = inputs.sinks.to(dtype)
     check_attention(FlashAttention3(case.spec(dtype)), inputs)
 
 

@@ -36,7 +36,7 @@ SPECS = {
     "Qwen3 30B, blocks": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", block=True, dtype=torch.bfloat16),
     "nine of a token, rows": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=False, dtype=torch.bfloat16),
     "nine of a token, blocks": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16),
-    "one of nine is shared": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16, shared=1),
+    "one of nine is shared": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", True, torch.bfloat16, 257, shared=1),
 }
 #: A token's difference as a share of its answer's length, for half of the tokens and for all. FP8 products sum in fewer
 #: bits than float32, so some intermediate results round the other way, to bfloat16 and so to e4m3 (by up to an 8th).

@@ -30,8 +30,8 @@ from atom_core.types import GraphSupport
 #: FlashAttention 3 runs batches in which some request has at least so many new tokens.
 LONG_PROMPT = 4000
 #: It also runs those of a layer without a window in which some request has at least so many, with heads of 128 and more
-#: or with smaller ones. The batch has to have enough tokens for the GPU to take longer than the host: the products
-#: of a layer grow with tokens times queries' numbers squared, and 1,024 tokens of 32 heads of 128 have enough.
+#: or with smaller ones, if the batch has enough tokens for the GPU to take longer than the host: a layer's products
+#: grow with tokens x (heads x head size)^2, and 1,024 tokens of 32 heads of 128 are enough.
 MIN_PROMPT, MIN_PROMPT_OF_SMALL_HEADS = 512, 2048
 MIN_WORK = 1024 * (32 * 128) ** 2
 
@@ -54,6 +54,8 @@ def why_no_flash_attention(spec: PagedAttentionSpec, target: Target) -> str | No
         return f"FlashAttention 3 has head sizes up to 256 that are multiples of 8, not {spec.head_dim}."
     if spec.sinks and spec.dtype != torch.bfloat16:
         return f"FlashAttention 3 has sinks in bfloat16, not in {spec.dtype}."
+    if spec.sinks and spec.num_heads > 64:
+        return f"FlashAttention 3 has sinks of up to 64 heads, not of {spec.num_heads}."
     return why_not_here()
 
 
@@ -133,6 +135,8 @@ class FlashAttention3:
         """Write the attention of every request's queries to ``out``."""
         assert aligned(cache.key), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
         assert aligned(cache.value)
+        if sinks is not None:
+            sinks = sinks.to(q.dtype)  # ours are float32, and it takes no others; weights may have been updated
         self.attend(
             q=q,
             k=cache.key.transpose(1, 2),
@@ -149,6 +153,8 @@ class FlashAttention3:
             block_table=batch.pages.table,
             fa_version=3,
             s_aux=sinks,
+            # Prompts have programs enough. Left to it, few of them are shared out, into partial results of up to 1 GB.
+            num_splits=1,
         )
 
 

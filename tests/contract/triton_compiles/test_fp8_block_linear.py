@@ -90,6 +90,16 @@ def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activati
         )
 
 
+@pytest.mark.parametrize(("rows", "size"), [(128, (4096, 2048)), (192, (2816, 2560)), (256, (2048, 4096))], ids=str)
+def test_more_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows):
+    gpu = GPUS[-1]
+    monkeypatch.setattr(few_block_rows_kernel, "on_hopper", lambda _: True)
+    given = in_blocks(rows, *size, gpu)
+    assert few_block_rows_kernel.takes_more(rows, given[2])
+    with compiles(hopper_block_rows_kernel, "few_rows_hopper", gpu):
+        few_block_rows_kernel.multiply_few_rows(*given, None, nvidia=True, overlap=True, dtype=torch.bfloat16)
+
+
 @every_gpu
 @pytest.mark.parametrize("bias", [None, zeros(4096)], ids=["plain", "with a bias"])
 @pytest.mark.parametrize(("rows", "in_features"), [(80, 4096), (300, 4096), (3000, 4096), (3000, 200)])

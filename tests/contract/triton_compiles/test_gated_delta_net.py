@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
 
 from atom_core.kernels.gated_delta_net import hopper as hopper_kernel
 from atom_core.kernels.gated_delta_net import triton_decode as decode_kernel
 from atom_core.kernels.gated_delta_net import triton_prefill as prefill_kernel
-from tests.contract.triton_compiles.compiling import CPU, GPUS, compile_launch, compiles, every_gpu, keep
+from tests.contract.triton_compiles.compiling import CPU, GPUS, KIB, Gpu, compile_launch, compiles, every_gpu, keep
 from tests.gated_delta_cases import DeltaCase, Request, delta_batch, drafted
 
 QWEN = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
@@ -77,12 +78,17 @@ def test_many_requests_compile_for_hopper(monkeypatch, case, dtype, state_dtype)
         delta_batch(case, dtype, CPU, state_dtype).run(kernel)
 
 
-@every_gpu
+#: As an L40S and an RTX 4090 are.
+SMALL = Gpu(GPUTarget("cuda", 89, 32), 99 * KIB)
+
+
+@pytest.mark.parametrize("gpu", [*GPUS, SMALL], ids=str)
 @DTYPES
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
 def test_prompts_compile(monkeypatch, case, dtype, state_dtype, gpu):
     kept = keep(monkeypatch, *((prefill_kernel, name) for name in ("mix", "solve", "carry", "answer")))
-    kernel = prefill_kernel.TritonGatedDeltaNet(case.spec(dtype, state_dtype), gpu.nvidia, gpu.nvidia)
+    hopper = gpu.device.is_hopper
+    kernel = prefill_kernel.TritonGatedDeltaNet(case.spec(dtype, state_dtype), gpu.nvidia, hopper, hopper)
     delta_batch(case, dtype, CPU, state_dtype).run(kernel)
     launched = kept()
     assert len(launched) == 4

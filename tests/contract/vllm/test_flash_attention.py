@@ -92,6 +92,9 @@ def stand_in(signature: inspect.Signature, **given: Any) -> torch.Tensor:
         soft_cap=cap or None,
         sinks=arguments["s_aux"] is not None,
     )
+    # "We only support bf16 dtype for S aux", and partial results would take memory that nobody has counted.
+    assert spec.sinks == (arguments["s_aux"] is not None and arguments["s_aux"].dtype == q.dtype)
+    assert arguments["num_splits"] == 1
     cache = KVCacheView(k.transpose(1, 2), arguments["v"].transpose(1, 2))
     ReferenceAttention(spec)(q, cache, _metadata(arguments), arguments["s_aux"], out)
     return out
@@ -197,6 +200,7 @@ def test_a_cache_that_it_cannot_copy_from_is_not_read(binding: ModuleType) -> No
         (replace(SPEC, head_dim=320), HOPPER, "head sizes up to 256"),
         (replace(SPEC, head_dim=20), HOPPER, "multiples of 8"),
         (replace(SPEC, dtype=torch.float16, cache_dtype=torch.float16, sinks=True), HOPPER, "sinks in bfloat16"),
+        (replace(SPEC, num_heads=72, sinks=True), HOPPER, "sinks of up to 64 heads, not of 72"),
         (SPEC, HOPPER, "vLLM's FlashAttention cannot be imported"),
     ],
 )

@@ -125,7 +125,9 @@ def _sort(
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0)
     choice = tl.arange(0, CHOICES)
-    routed_token = choice // CHOSEN * TOP_K + choice % CHOSEN
+    routed_token = choice
+    if SHARED:
+        routed_token = choice // CHOSEN * TOP_K + choice % CHOSEN
     whose = tl.load(experts + routed_token, mask=choice < num_tokens * CHOSEN, other=FIRST - 1) - FIRST
     local = (whose >= 0) & (whose < ROUTED)
     each = tl.arange(0, BINS)

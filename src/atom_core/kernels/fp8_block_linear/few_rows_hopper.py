@@ -1,4 +1,4 @@
-"""2 to 64 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper` with a tile per group.
+"""2 to 256 rows by a weight in blocks on Hopper: :mod:`atom_core.kernels.linear.few_rows_hopper` with a tile per group.
 
 The sums of each group are scaled and then added up in float32. Scales are copied to shared memory with their tiles: a
 step is shorter than the latency of memory. Rows of few outputs are split along K, as there.

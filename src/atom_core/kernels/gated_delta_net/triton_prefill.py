@@ -43,14 +43,14 @@ class TritonGatedDeltaNet:
         spec: the layer.
         nvidia: whether the GPU is NVIDIA's.
         overlap: see :func:`atom_core.kernels.triton_support.overlaps`.
-        hopper: see :class:`TritonGatedDeltaDecode`.
+        hopper: whether the GPU is a Hopper; see :class:`TritonGatedDeltaDecode`.
     """
 
     graph_support: GraphSupport = "decodes"
 
     def __init__(self, spec: GatedDeltaNetSpec, nvidia: bool, overlap: bool, hopper: bool = False) -> None:
         self.spec = spec
-        self.nvidia, self.overlap = nvidia, overlap
+        self.nvidia, self.overlap, self.hopper = nvidia, overlap, hopper
         self.decode = TritonGatedDeltaDecode(spec, nvidia, overlap, hopper)
         wide = spec.dtype == torch.float32
         #: Of products: on AMD float32 is multiplied as it is.
@@ -118,8 +118,9 @@ class TritonGatedDeltaNet:
         values = self.padded
         if not self.nvidia or self.spec.dtype == torch.float32:
             return Tile(min(values, 32), stages=1, warps=4)
-        # One prompt of 8,192 tokens, 48 heads, H200: 166 us; with 3 stages 177, with 2 270.
-        return Tile(min(values, 64), stages=4, warps=4)
+        # One prompt of 8,192 tokens, 48 heads, H200: 166 us; with 3 stages 177, with 2 270. Four take 161 KiB of shared
+        # memory on Hopper and 137 elsewhere, and GPUs such as an L40S have 99 for a program.
+        return Tile(min(values, 64), stages=4 if self.hopper else 3, warps=4)
 
     def _chunks(
         self,
@@ -171,8 +172,11 @@ class TritonGatedDeltaNet:
 
     @property
     def _registers(self) -> dict[str, int]:
-        """Three programs of :func:`.solve` run at once on a multiprocessor of NVIDIA: 227 us become 195, as above."""
-        return {"maxnreg": 168} if self.nvidia and self.spec.dtype != torch.float32 else {}
+        """With so many, three programs of :func:`.solve` run at once on a multiprocessor of an H200: 227 us become 195.
+
+        Other GPUs' code spills with them.
+        """
+        return {"maxnreg": 168} if self.hopper and self.spec.dtype != torch.float32 else {}
 
     @property
     def _inverse(self) -> triton.language.dtype:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom_core.kernels.fp8_block_linear import few_rows
-from atom_core.kernels.fp8_block_linear.few_rows import hopper_tile, multiply_few_rows, takes_more
+from atom_core.kernels.fp8_block_linear.few_rows import hopper_tile, input_rows, multiply_few_rows, takes_more
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.gated_activation.reference import gated_activation
 from tests.gluon_on_cpu import on_cpu
@@ -74,6 +74,8 @@ def test_it_multiplies_more_rows_where_its_programs_run_at_once(multiply, size, 
 @pytest.mark.parametrize(
     ("rows", "size", "takes"),
     [
+        (192, (2816, 2560), True),
+        (129, (2304, 2560), True),
         (65, (4096, 2048), True),
         (128, (4096, 2048), True),
         (129, (4096, 2048), False),
@@ -89,9 +91,9 @@ def test_it_multiplies_more_rows_where_its_programs_run_at_once(multiply, size, 
 def test_which_rows_it_takes(rows, size, takes):
     assert takes_more(rows, torch.empty(size, dtype=E4M3)) == takes
     if takes:
-        tile = hopper_tile(256, *size)
+        tile = hopper_tile(input_rows(rows), *size)
         assert (tile.tokens, tile.split) == (64, 1)
-        assert tile.stages <= 10
+        assert tile.stages == min(10, size[1] // 128 + 1)
 
 
 @pytest.mark.parametrize("size", [(2048, 1024), (192, 256)], ids=str)
@@ -145,7 +147,7 @@ def test_tiles(rows, size, split, tokens, together):
     assert (tile.split, tile.tokens) == (split, tokens)
     assert tile.rows * tile.split == 64
     assert together * tile.stages * stage <= SHARED
-    # So many tiles as there are, or as fit.
-    steps = size[1] // 128 // split
-    assert tile.stages == min(20, steps + 1) or (together + 0.5) * (tile.stages + 1) * stage > SHARED
+    # So many tiles as there are, or as fit, but for 64 rows that are shared out.
+    most, steps = 8 if (rows, tokens) == (64, 32) else 20, size[1] // 128 // split
+    assert tile.stages == min(most, steps + 1) or (together + 0.5) * (tile.stages + 1) * stage > SHARED
     assert hopper_tile(rows, *size, "silu").split == 1
