@@ -143,7 +143,7 @@ _SHARED, _MULTIPROCESSORS = 220 * 1024, 132
 #: The most tiles ahead of 33 to 64 rows that are shared out, and of more rows: with 13 they take an H200 longer, 8.2 in
 #: place of 7.4 us (2,048 x 4,096, 64 rows) and 11.8 in place of 11.4 (256).
 _MOST_STAGES = {64: 8, 128: 10, 256: 10}
-#: The most rows for which :func:`takes_more` asks.
+#: The most rows that :mod:`.few_rows_hopper` multiplies.
 MOST_ROWS = 256
 
 
@@ -168,8 +168,8 @@ def hopper_tile(block_rows: int, out_features: int, in_features: int, activation
     the first.
     """
     programs = cdiv(out_features, 64)
-    split, tokens = 1, min(block_rows, MAX_ROWS)
-    if activation is None and block_rows <= MAX_ROWS:
+    split, tokens = 1, block_rows
+    if activation is None:
         split, tokens = _parts(programs, block_rows)
     while in_features % (split * BLOCK_SIZE):
         split //= 2
@@ -190,6 +190,8 @@ def _parts(programs: int, block_rows: int) -> tuple[int, int]:
         programs: without parts, of all rows of the input.
         block_rows: rows of the input, a power of two.
     """
+    if block_rows > MAX_ROWS:
+        return 1, MAX_ROWS
     if programs > _MULTIPROCESSORS // 2:
         return 1, block_rows
     if programs > _MULTIPROCESSORS // 4:
