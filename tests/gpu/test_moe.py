@@ -82,7 +82,7 @@ def test_routing_is_the_reference(spec, tokens, dtype):
         # Large logits have scores of almost 1, which that does not move.
         beside = None if correction is None else correction + 2.5e-7 * torch.randn_like(correction)
         clear &= (route(nearly, beside, spec)[1].sort(-1)[0] == wanted.sort(-1)[0]).all(-1)
-    assert clear.sum() >= 0.95 * tokens
+    assert (~clear).sum() <= max(1, 0.05 * tokens)
     torch.testing.assert_close(found[clear], expected[clear], rtol=1e-5, atol=1e-7)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atom_plugin.vllm.flash_attention import LONG_PROMPT
 from tests.gpu.vllm_engines import engine, held_out
 from tests.integration.vllm.offline import Ask, Ran, run
 
@@ -84,6 +85,23 @@ def test_long_prompts_get_the_tokens_of_float32_but_for_the_noise_of_bfloat16(
     )
     assert _rms(errors) <= AS_EXACT * _rms(most), found
     assert max(margins, default=0.0) <= 2 * max(noise), found
+
+
+def test_prompts_of_a_model_with_sinks_are_as_exact_by_flash_attention_3_as_by_our_kernel() -> None:
+    """Beside the same model in float32, which our kernel alone runs. Its experts make bfloat16's noise large."""
+    count, options = LONG["8k"]
+    ways = [("bfloat16", None), ("bfloat16", "attention=triton"), ("float32", None)]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        ran = []
+        for dtype, kernels in ways:
+            asked = engine("gpt_oss", "atom", {**options, "dtype": dtype}, [_ask_at_length(count)])
+            ran.append(pool.submit(run, [asked], environ={"ATOM_KERNELS": kernels}, deadline=540.0))
+        both, alone, exact = (future.result()[0] for future in ran)
+    assert both.model_class == "AtomGptOssForCausalLM"
+    assert max(len(answer.prompt_logprobs) for answer in both.answers[0]) > LONG_PROMPT
+    assert _rms(_errors(both, alone)) > 0.0, "both ran the same kernel"
+    found, noise = _rms(_errors(both, exact)), _rms(_errors(alone, exact))
+    assert found <= AS_EXACT * noise, f"{found:.4f}; by our kernel {noise:.4f}"
 
 
 def _rms(numbers: list[float]) -> float:
