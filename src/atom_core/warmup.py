@@ -16,6 +16,7 @@ import torch
 
 from atom_core.batch import Batch, BatchShape, Blocks, HostLengths, Pages, Snapshots, States
 from atom_core.cache import StateSpec
+from atom_core.kernels.attention.long_prompts import MIN_PROMPT
 from atom_core.kernels.compile_keys import CompileKeys
 from atom_core.mixers.base import TokenMixer
 from atom_core.models.decoder import Carried, DecoderForCausalLM
@@ -25,8 +26,6 @@ from atom_core.standalone import mixers, plan
 
 #: Tokens of a prompt at most, for kernels of many tokens do not change with lengths; and of one beside other requests.
 _LONGEST_PROMPT, _PROMPT = 2048, 257
-#: Of prompts that no adapter has other kernels for.
-_SHORT_PROMPT = 511
 #: New tokens behind cached ones, up to more than any kernel of few takes, and cached tokens: enough that attention over
 #: latents does not expand them.
 _MOST_FEW_TOKENS, _CACHED = 16, 64
@@ -152,8 +151,8 @@ def _candidates(max_requests: int, max_tokens: int, max_seq_len: int) -> Iterato
             yield BatchShape(queries, 2 * new, new)
             yield BatchShape((*queries, prompt), max_seq_len, _CACHED)
             yield BatchShape((*queries, prompt), max_seq_len)
-    # An adapter's kernel may take batches with longer prompts, and ours as many tokens in these.
-    short = min(_SHORT_PROMPT, max_seq_len)
+    # FlashAttention 3 may run batches with longer prompts, and our kernel as many tokens in these.
+    short = min(MIN_PROMPT - 1, max_seq_len)
     for requests in range(1, max_tokens // short + 1):
         yield BatchShape((short,) * requests, max_seq_len)
         yield BatchShape((short,) * requests, short)

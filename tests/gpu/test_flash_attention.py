@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from atom_core.kernels.attention.flash_attention_3 import why_no_flash_attention_3
 from atom_core.kernels.select import Target
-from atom_plugin.vllm.flash_attention import FlashAttention3, why_no_flash_attention
+from atom_plugin.vllm.flash_attention import VllmFlashAttention3
 from atom_plugin.vllm.flash_mla_attention import FlashMlaAttention3, why_no_flash_mla_attention
 from tests.gpu.test_latents import check_replays
 from tests.kernel_cases import ATTENTION_CASES, NAN, AttentionCase, assert_close, attention_batch, check_attention
@@ -25,10 +26,10 @@ LATENTS = [replace(case, rank=512, rope_dim=64) for case in LATENT_CASES if not 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_attention(case: AttentionCase, dtype: torch.dtype) -> None:
     if case.sinks and dtype != torch.bfloat16:
-        assert why_no_flash_attention(case.spec(dtype), Target.of(GPU)) is not None
+        assert why_no_flash_attention_3(case.spec(dtype), Target.of(GPU)) is not None
         return
     inputs = attention_batch(case, dtype, GPU)
-    check_attention(FlashAttention3(case.spec(dtype)), inputs)
+    check_attention(VllmFlashAttention3(case.spec(dtype)), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -46,7 +47,7 @@ def test_a_captured_graph_over_latents_answers_batches_of_other_lengths(heads: i
 def test_a_captured_graph_answers_batches_of_other_lengths() -> None:
     case = AttentionCase("captured", ((1040, 4), (700, 4), (0, 4)), heads=32, kv_heads=8, dim=128)
     other = AttentionCase("replayed", ((3, 4), (1000, 4), (500, 4)), heads=32, kv_heads=8, dim=128)
-    kernel = FlashAttention3(case.spec(torch.bfloat16))
+    kernel = VllmFlashAttention3(case.spec(torch.bfloat16))
     inputs, later = (attention_batch(it, torch.bfloat16, GPU) for it in (case, other))
     out = torch.full_like(inputs.q, NAN)
     kernel(inputs.q, inputs.cache, inputs.batch, None, out)

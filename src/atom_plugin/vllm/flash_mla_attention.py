@@ -14,6 +14,7 @@ import torch
 
 from atom_core.batch import Batch, BatchShape, capturing
 from atom_core.cache import LatentCacheView
+from atom_core.kernels.attention.flash_attention_3 import aligned, why_no_dtypes
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.mla_attention import (
     MlaAttentionKernel,
@@ -23,7 +24,7 @@ from atom_core.kernels.mla_attention import (
 )
 from atom_core.kernels.select import Target
 from atom_core.types import GraphSupport
-from atom_plugin.vllm.flash_attention import aligned, binding, why_no_dtypes, why_not_here
+from atom_plugin.vllm.flash_attention import binding, why_not_here
 
 #: It runs batches of at least so many query rows (heads of a request's tokens) and requests, and of at most so many
 #: tokens a request. Longer prompts run outside of graphs, where its call takes more host time than ours.
@@ -97,7 +98,7 @@ class FlashMlaAttention3:
 
     def __call__(self, q: torch.Tensor, cache: LatentCacheView, batch: Batch, out: torch.Tensor) -> None:
         """Write the attention of every request's queries to ``out``."""
-        assert aligned(cache.rows), "it copies by tensor descriptors, whose strides are multiples of 16 bytes"
+        assert aligned(cache.rows), "it copies from pages whose address and strides are multiples of 16 bytes"
         rank = self.spec.latent.rank
         schedule, splits = self._scheduled(q, cache, batch)
         rows = cache.rows.unsqueeze(2)  # [pages, page size, one head, L + R]

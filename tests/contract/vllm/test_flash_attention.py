@@ -10,7 +10,6 @@ import inspect
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,18 +22,15 @@ import vllm
 from atom_core.batch import Batch, BatchShape, Pages
 from atom_core.cache import KVCacheView, LatentCacheView
 from atom_core.kernels import OPS
-from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
+from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
+from atom_core.kernels.attention.long_prompts import DispatchByPrompts
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
 from atom_core.kernels.mla_attention import MLA_ATTENTION
 from atom_core.kernels.mla_attention.reference import ReferenceMlaAttention
 from atom_core.kernels.select import KernelSet, Target
-from atom_plugin.vllm.flash_attention import (
-    DispatchByPrompts,
-    FlashAttention3,
-    why_no_flash_attention,
-)
+from atom_plugin.vllm.flash_attention import VllmFlashAttention3, why_not_here
 from atom_plugin.vllm.flash_mla_attention import (
     MAX_QUERY_LEN,
     MIN_REQUESTS,
@@ -147,7 +143,7 @@ def test_its_arguments_mean_what_is_meant(
         return stand_in(signature, **given)
 
     monkeypatch.setattr(binding, "flash_attn_varlen_func", attend)
-    kernel = FlashAttention3(case.spec(torch.bfloat16))
+    kernel = VllmFlashAttention3(case.spec(torch.bfloat16))
     check_attention(kernel, attention_batch(case, torch.bfloat16, torch.device("cpu")))
 
 
@@ -188,32 +184,6 @@ def test_parts_of_answers_stay_small(scheduler: Mock, heads: int, tokens: int, p
     assert found == scheduler.call_args.kwargs["num_splits"] == parts
 
 
-def test_a_cache_that_it_cannot_copy_from_is_not_read(binding: ModuleType) -> None:
-    (case,) = (case for case in ATTENTION_CASES if not case.packed)
-    kernel = FlashAttention3(case.spec(torch.bfloat16))
-    with pytest.raises(AssertionError, match="multiples of 16 bytes"):
-        check_attention(kernel, attention_batch(case, torch.bfloat16, torch.device("cpu")))
-
-
-@pytest.mark.parametrize(
-    ("spec", "target", "reason"),
-    [
-        (SPEC, Target("cuda", "sm80"), "written for Hopper"),
-        (SPEC, Target("rocm", "gfx942"), "written for Hopper"),
-        (replace(SPEC, dtype=torch.float32, cache_dtype=torch.float32), HOPPER, "not torch.float32"),
-        (replace(SPEC, cache_dtype=torch.float8_e4m3fn), HOPPER, "queries in the cache's dtype"),
-        (replace(SPEC, head_dim=320), HOPPER, "head sizes up to 256"),
-        (replace(SPEC, head_dim=20), HOPPER, "multiples of 8"),
-        (replace(SPEC, dtype=torch.float16, cache_dtype=torch.float16, sinks=True), HOPPER, "sinks in bfloat16"),
-        (replace(SPEC, num_heads=72, sinks=True), HOPPER, "sinks of up to 64 heads, not of 72"),
-        (SPEC, HOPPER, "vLLM's FlashAttention cannot be imported"),
-    ],
-)
-def test_what_it_cannot_run_it_says(spec: Any, target: Target, reason: str) -> None:
-    assert reason in (why_no_flash_attention(spec, target) or "")
-    assert gpu_kernels()["attention"].supports(spec, target) is not None
-
-
 @pytest.mark.parametrize(
     ("changes", "target", "reason"),
     [
@@ -228,54 +198,6 @@ def test_what_latents_it_cannot_run_it_says(changes: dict[str, Any], target: Tar
     spec = replace(LATENT_SPEC, latent=replace(LATENT_SPEC.latent, **changes))
     assert reason in (why_no_flash_mla_attention(spec, target) or "")
     assert gpu_kernels()["mla_attention"].supports(spec, target) is not None
-
-
-#: Of 8B, of a model with small heads, of a layer with a window, of 0.6B, and of a rank with few heads.
-LARGE = replace(SPEC, num_heads=32, num_kv_heads=8)
-SMALL, WINDOW = replace(LARGE, head_dim=64), replace(LARGE, window=128)
-HALF, FEW = replace(LARGE, num_heads=16), replace(LARGE, num_heads=4, num_kv_heads=1)
-
-
-@pytest.mark.parametrize(
-    ("spec", "queries", "long"),
-    [
-        (LARGE, (1,) * 1024, False),
-        (LARGE, (1024,), True),
-        (LARGE, (1023,), False),
-        (LARGE, (1, 1023), True),
-        (LARGE, (512, 512), True),
-        (LARGE, (511, 511, 2), False),
-        (LARGE, (128,) * 64, False),
-        (SMALL, (2047, 2049), True),
-        (SMALL, (2047, 2047, 2), False),
-        (SMALL, (2048,), False),
-        (WINDOW, (3999, 3999), False),
-        (WINDOW, (1, 4000), True),
-        (HALF, (2048,), False),
-        (HALF, (2048, 2048), True),
-        (HALF, (2048, 2047), False),
-        (FEW, (3999,) * 8, False),
-        (FEW, (1, 4000), True),
-    ],
-)
-def test_long_prompts_are_read_elsewhere(spec: PagedAttentionSpec, queries: tuple[int, ...], long: bool) -> None:
-    one, other = (Mock(spec=ReferenceAttention(spec), order="plain", graph_support="always") for _ in range(2))
-    other.plan_key.return_value = None
-    kernel = DispatchByPrompts(spec, one, other)
-    device, shape = torch.device("cpu"), BatchShape(tuple(sorted(queries)), 9000)
-    starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-    batch = Batch(
-        query_start_loc=starts,
-        seq_lens=starts.diff(),
-        pages=Pages(torch.empty(len(queries), 0), torch.empty(0, dtype=torch.int64)),
-        num_requests=len(queries),
-        num_tokens=sum(queries),
-        max_query_len=max(queries),
-        max_seq_len=9000,
-    )
-    kernel(torch.empty(0), None, batch, None, torch.empty(0))
-    assert (one.called, other.called) == (not long, long)
-    assert kernel.attention_compile_keys(shape, device) == attention_keys(other if long else one, shape, device)
 
 
 @pytest.mark.parametrize(
@@ -306,10 +228,16 @@ def test_many_rows_that_meet_a_requests_latents_are_read_elsewhere(
     assert kernel.attention_compile_keys(shape, cpu) == attention_keys(other if many else ours, shape, cpu)
 
 
+def test_a_wheel_without_it_says_so() -> None:
+    reason = why_not_here() or ""
+    assert "vLLM's FlashAttention cannot be imported" in reason
+    assert gpu_kernels()["attention"].supports(SPEC, HOPPER) == reason
+
+
 def test_it_can_run_where_vllm_says_so(monkeypatch: pytest.MonkeyPatch, binding: ModuleType) -> None:
-    assert "FlashAttention 3 cannot run here" in (why_no_flash_attention(SPEC, HOPPER) or "")
+    assert "FlashAttention 3 cannot run here" in (why_not_here() or "")
     monkeypatch.setattr(binding, "is_fa_version_supported", lambda version: version == 3)
-    assert why_no_flash_attention(SPEC, HOPPER) is None
+    assert why_not_here() is None
     assert why_no_flash_mla_attention(LATENT_SPEC, HOPPER) is None
     kernels = KernelSet(HOPPER, OPS, contributed=gpu_kernels())
     assert kernels.chosen(ATTENTION, SPEC) == TRITON_AND_FLASH_ATTENTION_3
