@@ -325,8 +325,8 @@ def _sglang_environment(session: nox.Session) -> Environment:
 
 
 def _sglang(session: nox.Session) -> None:
-    folder = "tests/integration/sglang"
-    _pytest(session, _sglang_environment(session), f"sglang-{SGLANG}", folder, *_examples(session))
+    folders = "tests/contract/sglang tests/integration/sglang"
+    _pytest(session, _sglang_environment(session), f"sglang-{SGLANG}", folders, *_examples(session))
 
 
 def _docs(session: nox.Session) -> None:

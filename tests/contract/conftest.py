@@ -1,6 +1,6 @@
 """What is collected here, and what of it always runs.
 
-The contracts with vLLM are for an environment that has it; named on the command line elsewhere, nothing is found.
+The contracts with vLLM and with SGLang are for environments that have them; elsewhere they are not collected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.thorough import mark_thorough
 
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+collect_ignore = [it for it in ("sglang", "vllm") if not importlib.util.find_spec(it)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang import BACKEND, MODEL_PACKAGE, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import OTHERWISE, TABLE
+from atom_plugin.sglang.gpu_kernels import gpu_kernels
 from atom_plugin.sglang.hybrid import check_states, resolve_hybrid
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.padding import to_be_padded
@@ -60,7 +61,7 @@ def resolve(server_args: Any, hf_config: Any) -> dict[str, Any]:
     # A bad ATOM_ variable is refused here, where the user sees it. All devices have the same names of ops and kernels.
     settings = load_settings()
     check_order(settings)
-    chosen_kernels(Target("cpu", ""), settings)
+    chosen_kernels(Target("cpu", ""), settings, gpu_kernels())
     architecture = hf_config.architectures[0]
     _check_registered(architecture)
     view = resolving_view(server_args)

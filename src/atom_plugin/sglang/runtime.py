@@ -16,9 +16,9 @@ from atom_core.runtime import Binder, PipelineStage, RoutedExperts, Runtime, Sin
 from atom_plugin.common.communicator import GroupCommunicator
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import Settings
-from atom_plugin.sglang.all_reduce import aiter_all_reduce_norm
 from atom_plugin.sglang.checkpoint_config import FLOAT32_HEAD
 from atom_plugin.sglang.data_parallel import SglangDataParallelGroup
+from atom_plugin.sglang.gpu_kernels import gpu_kernels
 from atom_plugin.sglang.kernels import unfit_pages
 from atom_plugin.sglang.quantization import quantization_of
 
@@ -54,10 +54,7 @@ def build_runtime(
         device=device,
         dtype=dtype,
         kernels=chosen_kernels(
-            Target.of(device),
-            settings,
-            contributed={"all_reduce_norm": aiter_all_reduce_norm(group)},
-            excluded=unfit_pages(get_server_args().page_size or 1),
+            Target.of(device), settings, gpu_kernels(group), unfit_pages(get_server_args().page_size or 1)
         ),
         bind=bind,
         max_model_len=int(config.context_len),

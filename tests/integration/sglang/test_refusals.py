@@ -598,6 +598,9 @@ TAKEN = {
     "files of what layers compute": Case((), ("--debug-tensor-dump-output-folder", "dumps", *DUMMY)),
     "hooks on layers": Case((), ("--forward-hooks", '[{"name": "a", "target_modules": ["b"]}]', *DUMMY)),
     "files of a rank": Case((), ("--load-format", "sharded_state")),
+    "kernels of SGLang's that replace ours, by name": Case(
+        (), environ={"ATOM_KERNELS": "attention=triton_and_flash_attention_3,all_reduce_norm=aiter"}
+    ),
     "a chain of drafts by layers of the checkpoint": Case((), (*NEXTN, "--load-format", "dummy"), model="latents"),
     "SGLang's attention": Case((), ("--attention-backend", "torch_native")),
     "data-parallel attention": Case(

@@ -23,6 +23,7 @@ from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.attention_backend.batch import eager_batch, planned, windowed
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
+from atom_plugin.sglang.gpu_kernels import gpu_kernels
 from atom_plugin.sglang.kernels import check_order, unfit_pages
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class AtomAttentionBackend(AttentionBackend):
         self.dtype: torch.dtype = runner.dtype
         settings, target = load_settings(), Target.of(self.pools.req_to_token.device)
         check_order(settings)  # no model of ours has checked it where the model is SGLang's
-        self.kernels = chosen_kernels(target, settings, excluded=unfit_pages(self.pools.page_size))
+        self.kernels = chosen_kernels(target, settings, gpu_kernels(), unfit_pages(self.pools.page_size))
         self.step = step
         self.graphs: GraphState | None = None
         self.forward_metadata: Batch | None = None
