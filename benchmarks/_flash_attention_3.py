@@ -1,4 +1,4 @@
-"""FlashAttention 3 for native SGLang whose kernels come without: see `benchmarks/flash_attention_3`."""
+"""FlashAttention 3 for SGLang, native and ours, whose kernels come without: see `benchmarks/flash_attention_3`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 Run it with the Python that has SGLang and atom-plugin installed. Both get the same flags; native's attention is
 SGLang's choice unless `--native-attention-backend` names another. Where SGLang's kernels come without FlashAttention 3,
-its default on Hopper, `--flash-attention-3 _vllm_fa3_C.abi3.so` gives native that of a vLLM for the same torch. See
+its default on Hopper, `--flash-attention-3 _vllm_fa3_C.abi3.so` gives both that of a vLLM for the same torch. See
 `benchmarks._gpu`.
 """
 

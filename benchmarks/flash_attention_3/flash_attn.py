@@ -1,10 +1,10 @@
-"""FlashAttention 3 for native SGLang where its kernel package has none: vLLM's build of the same upstream kernel.
+"""FlashAttention 3 for SGLang, native and ours, whose kernel package has none: vLLM's build of the same kernel.
 
 SGLang's own build is part of a library of 1.1 GB (`sgl_kernel/flash_ops`). vLLM's is a file, `_vllm_fa3_C.abi3.so`,
 which the variable :data:`LIBRARY` names. The functions are those of `sgl_kernel.flash_attn` that SGLang's attention
-backend calls, with the arguments that it uses; others are refused.
+backend and ours call, with the arguments that these use; others are refused.
 
-Launches, pages and schedules are those of SGLang, which leaves the number of splits to the kernel (0).
+Launches, pages, splits and schedules are those of the caller: SGLang leaves the number of splits to the kernel (0).
 """
 
 from __future__ import annotations

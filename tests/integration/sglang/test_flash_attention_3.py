@@ -12,13 +12,16 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from atom_plugin.common.settings import unknown_variables
+from atom_plugin.sglang.flash_attention import SglangFlashAttention3, why_not_here
 from benchmarks._flash_attention_3 import FOLDER, LIBRARY, variables
 from benchmarks._ran_with import SGLANG_LINES
+from tests.kernel_cases import ATTENTION_CASES, attention_batch, check_attention
 
 pytestmark = pytest.mark.sglang
 
@@ -58,10 +61,12 @@ def forward(*arguments):
             k, v = given["k"][first:last], given["v"][first:last]
         else:
             length = int(given["seqused_k"][request])
-            pages = given["page_table"][request].long()
+            pages = given["page_table"][request, : -(-length // given["k"].shape[1])].long()
             k, v = (given[name][pages].flatten(0, 1)[:length] for name in ("k", "v"))
         parts.append(attend(given["q"][begin:end], k, v, given["softmax_scale"], given["is_causal"]))
     out, splits = torch.cat(parts), torch.tensor(given["num_splits"])
+    if given["out"] is not None:
+        out = given["out"].copy_(out)
     return out, out[..., 0].T.contiguous(), splits, splits.clone()
 
 
@@ -170,6 +175,19 @@ def test_what_vllm_s_kernel_does_not_know_is_refused(module, name):
     wrong = {"only_qv": True, "attention_chunk": 128}.get(name, torch.zeros(1))
     with pytest.raises(ValueError, match=f"knows no {name}="):
         module.flash_attn_with_kvcache(torch.randn(1, HEADS, DIM), k, v, **given, **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["prefill in chunks", "decode and prefill mixed", "one token a page"])
+def test_ours_runs_on_it_too(module, monkeypatch, name):
+    package = ModuleType("sgl_kernel")
+    package.flash_attn = module
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why_not_here() is None
+    (case,) = (case for case in ATTENTION_CASES if case.name == name)
+    assert (case.heads, case.kv_heads) == (HEADS, KV_HEADS)
+    kernel = SglangFlashAttention3(case.spec(torch.bfloat16))
+    check_attention(kernel, attention_batch(case, torch.bfloat16, torch.device("cpu")))
 
 
 def test_ours_knows_the_variable_as_none_of_its_own(tmp_path):
