@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atom_plugin.vllm.flash_attention import LONG_PROMPT
+from atom_core.kernels.attention.long_prompts import LONG_PROMPT
 from tests.gpu.vllm_engines import engine, held_out
 from tests.integration.vllm.offline import Ask, Ran, run
 
