@@ -60,6 +60,7 @@ class UsersSglang(SglangServer):
     """`python -m sglang.launch_server --model-path MODEL`, without what the tests set on a CPU."""
 
     device: ClassVar[Sequence[str]] = ()
+    cache: ClassVar[Sequence[str]] = ()
     defaults: ClassVar[Mapping[str, str]] = {}
 
 

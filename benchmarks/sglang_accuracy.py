@@ -20,8 +20,8 @@ def serve(name: str, checkpoint: Path) -> SglangServer:
     """A server of one implementation."""
     path = os.pathsep.join([str(SGLANG_STAND_INS), os.environ.get("PYTHONPATH", "")])
     native = {"SGLANG_EXTERNAL_MODEL_PACKAGE": None, "PYTHONPATH": path}
-    # Neither much of the memory for the cache, nor a core for a scheduler that waits.
-    flags = ("--context-length", str(MAX_LENGTH), "--mem-fraction-static", "0.2", "--sleep-on-idle")
+    # No core for a scheduler that waits.
+    flags = ("--context-length", str(MAX_LENGTH), "--sleep-on-idle")
     return SglangServer(checkpoint, *flags, environ=native if name == "native" else None)
 
 

@@ -44,7 +44,7 @@ def ask(server: Server, rows: list[dict[str, str]]) -> int:
 def serve(framework: str, model: Path) -> Server:
     """The server of `framework` with our model, for short questions."""
     if framework == "sglang":
-        return SglangServer(model, "--context-length", "512", "--mem-fraction-static", "0.2")
+        return SglangServer(model, "--context-length", "512")
     return VllmServer(model, "--model-impl", "atom", "--max-model-len", "512")
 
 

@@ -42,7 +42,7 @@ def server() -> Iterator[SglangServer]:
     other engines run beside it.
     """
     flags = ("--enable-metrics", "--constrained-json-disable-any-whitespace", "--sleep-on-idle")
-    with SglangServer(checkpoint("qwen3"), *flags, "--max-total-tokens", "65536", by_command=True) as server:
+    with SglangServer(checkpoint("qwen3"), *flags, by_command=True) as server:
         yield server
 
 
