@@ -321,6 +321,47 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
     assert (padded[3:] == 7).all()
 
 
+@pytest.fixture
+def native_layer():
+    """How a layer of SGLang's own attends on our backend: `attend(k_scale, **changes of the batch)`."""
+    from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
+
+    made = make_runner(1, hybrid=False)
+    backend, batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
+    batch.fill(0)
+    for layer in range(2):
+        for rows in made.token_to_kv_pool.get_kv_buffer(layer):
+            rows.normal_()
+    q, k, v = torch.randn(3, 3, 16)
+    backend.init_forward_metadata(batch.forward_batch())
+
+    def attend(scale=None, **changes):
+        host = HostAttention(1, 16, 0.25, 1, layer_id=1)
+        if scale is not None:
+            host.k_scale, host.k_scale_float = torch.tensor(scale), scale
+            host.v_scale, host.v_scale_float = torch.tensor(scale), scale
+        step = SimpleNamespace(**{**vars(batch.forward_batch(out_cache_loc_is_physical=False)), **changes})
+        return backend.forward_extend(q, k.clone().unsqueeze(1), v.clone().unsqueeze(1), host, step)
+
+    return attend
+
+
+def test_scales_of_a_checkpoint_count_in_fp8_caches_alone(native_layer):
+    """SGLang's pool divides by them where it stores another dtype."""
+    assert torch.equal(native_layer(scale=0.5), native_layer())
+
+
+def test_a_prompt_that_only_other_ranks_have_reads_no_page(native_layer):
+    """SGLang may make it longer than any sequence."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    step = {"forward_mode": ForwardMode.EXTEND, "global_num_token_non_padded_cpu": 0}
+    assert not native_layer(**step).any()
+
+
 def test_the_first_layer_of_a_kind_plans_a_step_for_all_of_them(runner):
     """Each replay anew, and once for each pool, whose pages are others."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

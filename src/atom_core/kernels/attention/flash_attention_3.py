@@ -52,7 +52,9 @@ def aligned(pages: torch.Tensor) -> bool:
 class FlashAttention3(ABC):
     """See :class:`atom_core.kernels.attention.PagedAttentionKernel`; it reads the cache by its strides.
 
-    Each call schedules itself on the GPU, so a captured graph is valid for any lengths.
+    Each call schedules itself on the GPU, so a captured graph is valid for any lengths. With a window it also reads,
+    with no weight, what stands before it in the same block of keys, so pages that have left it must hold finite
+    numbers.
     """
 
     order: CacheOrder = "plain"

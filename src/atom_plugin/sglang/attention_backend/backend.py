@@ -16,10 +16,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from atom_core.batch import Batch
 from atom_core.cache import Cache
 from atom_core.kernels.attention import ATTENTION, PagedAttentionKernel, PagedAttentionSpec
+from atom_core.kernels.cache_dtypes import FP8_DTYPES
 from atom_core.kernels.select import Target
 from atom_core.updates import ModelWeights
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
+from atom_plugin.sglang.attention import has_no_token
 from atom_plugin.sglang.attention_backend.batch import eager_batch, planned, windowed
 from atom_plugin.sglang.attention_backend.graph_state import PADDED_LENGTH, GraphState
 from atom_plugin.sglang.attention_backend.kv_view import Pools
@@ -147,16 +149,20 @@ class AtomAttentionBackend(AttentionBackend):
         """A layer of SGLang's own."""
         sinks = others.pop("sinks", None)
         self._refuse(layer, others)
+        heads, dim = layer.tp_q_head_num, layer.head_dim
+        wanted = _wanted(forward_batch)
+        out = q.new_empty(q.shape[0], heads * dim) if wanted is None else wanted
+        if has_no_token(forward_batch):
+            return out.zero_()
         batch = self._batch(layer.layer_id)
         if save_kv_cache and k is not None:
             slots = self.windowed_metadata.pages.slots if self.pools.hybrid and self.windowed_metadata else None
             target = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
             self.token_to_kv_pool.set_kv_buffer(layer, target, k, v, layer.k_scale, layer.v_scale)
-        k_scale, v_scale = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
-        view = self.pools.view(layer.layer_id, k_scale, v_scale)
-        heads, dim, rows = layer.tp_q_head_num, layer.head_dim, batch.num_tokens
-        wanted = _wanted(forward_batch)
-        out = q.new_empty(q.shape[0], heads * dim) if wanted is None else wanted
+        scales = (1.0, 1.0)
+        if self.pools.dtype in FP8_DTYPES:  # else the pool has not divided by them
+            scales = _scale(layer.k_scale, layer.k_scale_float), _scale(layer.v_scale, layer.v_scale_float)
+        view, rows = self.pools.view(layer.layer_id, *scales), batch.num_tokens
         queries, outputs = q.view(-1, heads, dim), out.view(-1, heads, dim)
         self._kernel(layer, sinks is not None)(queries[:rows], view, batch, sinks, outputs[:rows])
         return out
