@@ -19,17 +19,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from atom_core.batch import Batch, Pages
-from atom_core.cache import KVCacheView
 from atom_core.kernels import OPS
-from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
+from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.long_prompts import DispatchByPrompts
-from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.select import KernelSet, Target
 from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 from atom_plugin.sglang.flash_attention import SglangFlashAttention3, why_not_here
 from atom_plugin.sglang.gpu_kernels import gpu_kernels
+from tests.flash_attention_stand_in import attend, batch_of
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
 
 pytestmark = pytest.mark.sglang
@@ -78,8 +76,6 @@ def compiled(**given: Any) -> tuple[torch.Tensor, ...]:
     """The op's meaning, by the binding's docstring, and what the library's own messages ask for."""
     q, k, v, out, sinks, table = (given[name] for name in ("q", "k", "v", "out", "sinks", "page_table"))
     assert given["is_causal"]
-    assert (given["window_size_left"] == -1) == (given["window_size_right"] == -1)
-    assert given["window_size_right"] <= 0
     # Partial results would take memory that nobody has counted.
     assert given["num_splits"] == 1
     assert sinks is None or (sinks.dtype, sinks.is_contiguous()) == (torch.bfloat16, True)
@@ -87,29 +83,11 @@ def compiled(**given: Any) -> tuple[torch.Tensor, ...]:
         assert (given[name].dtype, given[name].stride(-1)) == (torch.int32, 1)
     others = given.keys() - {"q", "k", "v", "out", "sinks", "page_table", "cu_seqlens_q", "seqused_k", "max_seqlen_q"}
     assert all(given[name] is None for name in others if name.endswith(("_new", "descale", "metadata", "_fine")))
-    spec = PagedAttentionSpec(
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[2],
-        scale=given["softmax_scale"],
-        dtype=q.dtype,
-        cache_dtype=k.dtype,
-        window=None if given["window_size_left"] == -1 else given["window_size_left"] + 1,
-        soft_cap=given["softcap"] or None,
-        sinks=sinks is not None,
-    )
     starts, lengths = given["cu_seqlens_q"], given["seqused_k"]
     assert int(starts.diff().max()) <= given["max_seqlen_q"]
-    batch = Batch(
-        query_start_loc=starts,
-        seq_lens=lengths,
-        pages=Pages(table, torch.empty(0, dtype=torch.int64)),
-        num_requests=len(lengths),
-        num_tokens=len(q),
-        max_query_len=given["max_seqlen_q"],
-        max_seq_len=table.shape[1] * k.shape[1],
-    )
-    ReferenceAttention(spec)(q, KVCacheView(k.transpose(1, 2), v.transpose(1, 2)), batch, sinks, out)
+    batch = batch_of(q, starts, lengths, table, given["max_seqlen_q"], table.shape[1] * k.shape[1])
+    window = given["window_size_left"], given["window_size_right"]
+    attend(*(q, k, v, batch, sinks, out), scale=given["softmax_scale"], window=window, soft_cap=given["softcap"])
     return out, *(torch.empty(0) for _ in range(3))
 
 

@@ -19,12 +19,11 @@ import pytest
 import torch
 import vllm
 
-from atom_core.batch import Batch, BatchShape, Pages
-from atom_core.cache import KVCacheView, LatentCacheView
+from atom_core.batch import Batch, BatchShape
+from atom_core.cache import LatentCacheView
 from atom_core.kernels import OPS
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3
 from atom_core.kernels.attention.long_prompts import DispatchByPrompts
-from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.mla_absorbed_values import MLA_ABSORBED_VALUES, MlaAbsorbedValuesSpec
 from atom_core.kernels.mla_attention import MLA_ATTENTION
@@ -40,6 +39,7 @@ from atom_plugin.vllm.flash_mla_attention import (
     why_no_flash_mla_attention,
 )
 from atom_plugin.vllm.gpu_kernels import gpu_kernels
+from tests.flash_attention_stand_in import attend, batch_of
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
 from tests.latent_cases import LATENT_CASES, LatentCase, check_absorbed, latent_batch
 
@@ -72,26 +72,13 @@ def stand_in(signature: inspect.Signature, **given: Any) -> torch.Tensor:
     arguments = call.arguments
     assert arguments["fa_version"] == 3
     assert arguments["causal"]
-    before, after = arguments["window_size"]
-    assert after == (-1 if before == -1 else 0)
-    q, k, out, cap = (arguments[name] for name in ("q", "k", "out", "softcap"))
-    kv_heads, dim = k.shape[2:]
-    spec = replace(
-        SPEC,
-        num_heads=q.shape[1],
-        num_kv_heads=kv_heads,
-        head_dim=dim,
+    q, k, v, out = (arguments[name] for name in ("q", "k", "v", "out"))
+    attend(
+        *(q, k, v, _batch(arguments), arguments["s_aux"], out),
         scale=arguments["softmax_scale"],
-        dtype=q.dtype,
-        cache_dtype=k.dtype,
-        window=None if before == -1 else before + 1,
-        soft_cap=cap or None,
-        sinks=arguments["s_aux"] is not None,
+        window=arguments["window_size"],
+        soft_cap=arguments["softcap"],
     )
-    # "We only support bf16 dtype for S aux", says the binding.
-    assert arguments["s_aux"] is None or arguments["s_aux"].dtype == q.dtype
-    cache = KVCacheView(k.transpose(1, 2), arguments["v"].transpose(1, 2))
-    ReferenceAttention(spec)(q, cache, _metadata(arguments), arguments["s_aux"], out)
     return out
 
 
@@ -114,21 +101,13 @@ def stand_in_of_latents(signature: inspect.Signature, **given: Any) -> torch.Ten
     shape = replace(LATENT_SPEC.latent, num_heads=q.shape[1], rank=v.shape[-1], rope_dim=k.shape[-1], dtype=q.dtype)
     spec = replace(LATENT_SPEC, latent=shape, scale=arguments["softmax_scale"])
     cache = LatentCacheView(torch.cat([v, k], -1).squeeze(2))
-    ReferenceMlaAttention(spec)(torch.cat([q_v, q], -1), cache, _metadata(arguments), out)
+    ReferenceMlaAttention(spec)(torch.cat([q_v, q], -1), cache, _batch(arguments), out)
     return out
 
 
-def _metadata(arguments: dict[str, Any]) -> Batch:
-    starts = arguments["cu_seqlens_q"]
-    return Batch(
-        query_start_loc=starts,
-        seq_lens=arguments["seqused_k"],
-        pages=Pages(arguments["block_table"], torch.empty(0, dtype=torch.int64)),
-        num_requests=len(starts) - 1,
-        num_tokens=len(arguments["q"]),
-        max_query_len=arguments["max_seqlen_q"],
-        max_seq_len=arguments["max_seqlen_k"],
-    )
+def _batch(arguments: dict[str, Any]) -> Batch:
+    names = ("q", "cu_seqlens_q", "seqused_k", "block_table", "max_seqlen_q", "max_seqlen_k")
+    return batch_of(*(arguments[name] for name in names))
 
 
 @pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if case.packed and case.dim % 8 == 0], ids=str)

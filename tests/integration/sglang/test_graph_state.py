@@ -271,17 +271,11 @@ def test_tables_of_steps_outside_graphs_are_of_widths_that_kernels_are_compiled_
     assert torch.equal(table[:, :pages], slots[requests][:, ::page_size][:, :pages] // page_size)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["our layer", "sglang's layer"])
-def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
-    """What a captured piece of a prompt reads, in front of padded rows."""
-    from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+def decoding():
+    """A backend over a pool of random numbers that has planned a step of three decodes, and this step."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from atom_plugin.sglang.attention import SglangRadixAttention
     from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
-
-    def run(inputs, positions, batch, cache, out):
-        out.copy_(2 * inputs[0].view_as(out))
 
     made = make_runner(1, hybrid=False)
     backend, forward_batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
@@ -289,8 +283,22 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
     for layer in range(2):
         for rows in made.token_to_kv_pool.get_kv_buffer(layer):
             rows.normal_()
-    q = torch.randn(3, 16)
     backend.init_forward_metadata(forward_batch.forward_batch())
+    return backend, forward_batch
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our layer", "sglang's layer"])
+def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
+    """What a captured piece of a prompt reads, in front of padded rows."""
+    from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
+
+    from atom_plugin.sglang.attention import SglangRadixAttention
+
+    def run(inputs, positions, batch, cache, out):
+        out.copy_(2 * inputs[0].view_as(out))
+
+    backend, forward_batch = decoding()
+    q = torch.randn(3, 16)
     host = HostAttention(1, 16, 0.25, 1, layer_id=1)
     given = {}
     if ours:
@@ -323,20 +331,11 @@ def test_answers_go_where_sglang_wants_them(monkeypatch, ours):
 
 @pytest.fixture
 def native_layer():
-    """How a layer of SGLang's own attends on our backend: `attend(k_scale, **changes of the batch)`."""
+    """How a layer of SGLang's own attends on our backend: `attend(scale, **changes of the batch)`."""
     from sglang.srt.layers.radix_attention import RadixAttention as HostAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from atom_plugin.sglang.attention_backend.backend import AtomAttentionBackend
-
-    made = make_runner(1, hybrid=False)
-    backend, batch = AtomAttentionBackend(made), Batch(made, 3, ForwardMode.DECODE, 1)
-    batch.fill(0)
-    for layer in range(2):
-        for rows in made.token_to_kv_pool.get_kv_buffer(layer):
-            rows.normal_()
+    backend, batch = decoding()
     q, k, v = torch.randn(3, 3, 16)
-    backend.init_forward_metadata(batch.forward_batch())
 
     def attend(scale=None, **changes):
         host = HostAttention(1, 16, 0.25, 1, layer_id=1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from atom_core.batch import Batch, BatchShape, Pages
-from atom_core.cache import KVCacheView
 from atom_core.kernels import kernel_set
 from atom_core.kernels.attention import ATTENTION, TRITON_AND_FLASH_ATTENTION_3, PagedAttentionSpec
 from atom_core.kernels.attention.flash_attention_3 import FlashAttention3, why_no_flash_attention_3
@@ -19,6 +18,7 @@ from atom_core.kernels.attention.long_prompts import DispatchByPrompts, triton_a
 from atom_core.kernels.attention.reference import ReferenceAttention
 from atom_core.kernels.compile_keys import attention_keys
 from atom_core.kernels.select import Target
+from tests.flash_attention_stand_in import attend
 from tests.kernel_cases import ATTENTION_CASES, AttentionCase, attention_batch, check_attention
 
 CPU, HOPPER = torch.device("cpu"), Target("cuda", "sm90")
@@ -32,10 +32,6 @@ FP8 = replace(LARGE, cache_dtype=torch.float8_e4m3fn)
 class Reference(FlashAttention3):
     """A binding that is the reference."""
 
-    def __init__(self, spec: PagedAttentionSpec) -> None:
-        super().__init__(spec)
-        self.spec = spec
-
     def attend(
         self,
         q: torch.Tensor,
@@ -45,13 +41,7 @@ class Reference(FlashAttention3):
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        assert sinks is None or sinks.dtype == q.dtype
-        before, after = self.window
-        assert after == (-1 if before == -1 else 0)
-        window = None if before == -1 else before + 1
-        spec = replace(self.spec, scale=self.scale, window=window, soft_cap=self.soft_cap or None)
-        cache = KVCacheView(keys.transpose(1, 2), values.transpose(1, 2))
-        ReferenceAttention(spec)(q, cache, batch, sinks, out)
+        attend(q, keys, values, batch, sinks, out, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
 
 
 @pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if case.packed and case.dim % 8 == 0], ids=str)
