@@ -94,7 +94,7 @@ VLLM_LINES = LogLines(
             r"Using (?:configuration from|default) .*Block FP8 kernel",
             r"Using aiter .* GEMM",
             r"--linear-backend=|Applied linear backend override",
-            r"DeepGEMM |Auto-disabled DeepGemm",
+            r"DeepGEMM (?!warmup:)|Auto-disabled DeepGemm",  # without the lines of its progress bar
         ),
         "attention": _any_of(
             r"Using \S+ attention backend",

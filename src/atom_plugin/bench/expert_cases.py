@@ -15,7 +15,6 @@ import torch
 from atom_core.config import ModelConfig
 from atom_core.kernels.experts import EXPERTS, ExpertsSpec, ExpertWeights
 from atom_core.kernels.experts.reference import ReferenceExperts
-from atom_core.kernels.fp8_block_linear.reference import quantize_groups
 from atom_core.kernels.fp8_experts import FP8_EXPERTS, Fp8ExpertsSpec, Fp8ExpertWeights
 from atom_core.kernels.fp8_experts.reference import ReferenceFp8Experts
 from atom_core.kernels.gated_activation.reference import gated_activation
@@ -29,6 +28,7 @@ from atom_core.standalone import random_codes
 from atom_core.types import Activation
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import Bench, Case, Contender, Run
+from atom_plugin.bench.fp8_cases import in_groups
 
 #: Tokens of a step.
 EXPERT_TOKENS = (1, 8, 64, 256)
@@ -257,7 +257,7 @@ def _torch_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
     x, shares = layer.inputs(bench)[0], layer.shares(bench)
     wide = _wide(layer.fp8_weights(bench), x.dtype)
     sets = [wide, *(ExpertWeights(wide.gate_up.clone(), wide.down.clone()) for _ in range(copies - 1))]
-    return lambda index: _all_experts(layer, x, shares, sets[index], _in_groups)
+    return lambda index: _all_experts(layer, x, shares, sets[index], in_groups)
 
 
 def _wide(weights: Fp8ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
@@ -266,12 +266,6 @@ def _wide(weights: Fp8ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
         return (weight.float() * each).to(dtype)
 
     return ExpertWeights(side(weights.gate_up, weights.gate_up_scale), side(weights.down, weights.down_scale))
-
-
-def _in_groups(x: torch.Tensor) -> torch.Tensor:
-    """Quantise in groups and dequantise."""
-    quantized, scales = quantize_groups(x)
-    return (quantized.float() * scales.repeat_interleave(BLOCK_SIZE, 1)).to(x.dtype)
 
 
 def mxfp4_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""The cases of fused ops and of FP8 products for `atom-plugin bench kernels`; see :mod:`atom_plugin.bench.cases`.
+"""The cases of fused ops for `atom-plugin bench kernels`; see :mod:`atom_plugin.bench.cases`.
 
 Ours run through the core's layers as in a model: one launch if the op is fused on this device, else its separate ops.
 """
@@ -15,12 +15,8 @@ import torch.nn.functional as F
 from atom_core.cache import KVCacheView
 from atom_core.config import ModelConfig
 from atom_core.fusion.linear import NormedLinear, Stream, StreamNorm
-from atom_core.kernels.fp8_linear import FP8_LINEAR, Fp8LinearSpec
-from atom_core.kernels.fp8_linear.reference import quantize_input, row_scales, to_e4m3
-from atom_core.kernels.fp8_linear.scaled_mm import ScaledMm
 from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.qk_norm_rope.reference import qk_norm_rope
-from atom_core.kernels.select import Target
 from atom_core.layers.gated_activation import GatedActivation
 from atom_core.layers.linear import Column, MergedColumnLinear
 from atom_core.layers.norm import RMSNorm
@@ -34,10 +30,8 @@ from atom_plugin.bench.cases import (
     PAGE_SIZE,
     Bench,
     Case,
-    Product,
     Run,
     keys_and_values_of,
-    products,
     qkv_spec,
     qkv_weights,
 )
@@ -45,7 +39,6 @@ from atom_plugin.bench.floor import decodes
 
 #: Rows of products, and (requests, tokens of each including the new one) of decoding attention.
 NORMED_ROWS = (1, 8, 16)
-FP8_ROWS = (1, 8, 64, 256)
 DECODES = ((1, 129), (8, 513), (64, 513), (64, 2049), (256, 513))
 
 
@@ -108,59 +101,6 @@ def _torch_normed_product(config: ModelConfig, rows: int, bench: Bench, copies: 
         return gated_activation(F.linear(normed, weights[index]), config.activation)
 
     return run
-
-
-def fp8_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
-    """Products of FP8 weights, with the quantisation of their inputs."""
-    for product in products(config)[:-1]:  # without the head, which is not quantised
-        N, K = product.out_features, product.in_features
-        for rows in FP8_ROWS:
-            yield Case(
-                "fp8_linear",
-                f"{product.name} {N} x {K}, {rows} {'row' if rows == 1 else 'rows'}",
-                num_bytes=N * K + 4 * N + rows * (N + K) * itemsize,
-                num_operations=2 * rows * N * K,
-                contenders={
-                    "atom": partial(_our_fp8_product, product, rows),
-                    "torch": partial(_torch_fp8_product, product, rows),
-                },
-                # A kernel may leave a single row in 16 bits.
-                exact=tuple(partial(_exact_fp8_product, product, rows, as_is) for as_is in (False, True)),
-            )
-
-
-def _fp8_buffers(
-    product: Product, rows: int, bench: Bench, copies: int
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    N, K = product.out_features, product.in_features
-    wide = bench.random(N, K, seed=1, scale=K**-0.5)
-    scale = row_scales(wide)
-    weight = to_e4m3(wide, scale)
-    return bench.random(rows, K, seed=0), [weight, *(weight.clone() for _ in range(copies - 1))], scale[:, 0]
-
-
-def _our_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
-    x, weights, scale = _fp8_buffers(product, rows, bench, copies)
-    spec = Fp8LinearSpec(product.in_features, product.out_features, False, bench.dtype, "dynamic")
-    kernels = [bench.kernels.select(FP8_LINEAR, spec) for _ in weights]
-    for kernel, weight in zip(kernels, weights, strict=True):
-        kernel.adopt(weight, scale)
-    return lambda index: kernels[index](x, weights[index], scale, None, None)
-
-
-def _torch_fp8_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
-    x, weights, scale = _fp8_buffers(product, rows, bench, copies)
-    kernel = ScaledMm(Target.of(bench.device))
-    for weight in weights:
-        kernel.adopt(weight, scale)
-    return lambda index: kernel(x, weights[index], scale, None, None)
-
-
-def _exact_fp8_product(product: Product, rows: int, as_is: bool, bench: Bench, copies: int) -> Run:
-    """With the input in 16 bits (``as_is``) or in FP8."""
-    x, weights, scale = _fp8_buffers(product, rows, bench, copies)
-    stored, x_scale = (x, 1.0) if as_is else quantize_input(x, None)
-    return lambda index: (stored.float() @ weights[index].float().T) * x_scale * scale
 
 
 def decode_attention_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
@@ -233,6 +173,5 @@ def _torch_decode(config: ModelConfig, requests: int, tokens: int, bench: Bench,
 #: See :data:`atom_plugin.bench.cases.CASES`.
 FUSED_CASES: Mapping[str, Callable[[ModelConfig, int], Iterator[Case]]] = {
     "normed_linear": normed_linear_cases,
-    "fp8_linear": fp8_linear_cases,
     "decode_attention": decode_attention_cases,
 }

@@ -38,6 +38,7 @@ from atom_plugin.bench.device import (
     require_gpu,
 )
 from atom_plugin.bench.expert_cases import EXPERT_CASES
+from atom_plugin.bench.fp8_cases import FP8_CASES
 from atom_plugin.bench.fused_cases import FUSED_CASES
 from atom_plugin.bench.grid import AXES, DEFAULT_OPS, GridOptions, axes_of, has_axis
 from atom_plugin.bench.mla_cases import MLA_CASES
@@ -48,7 +49,7 @@ from atom_plugin.common.kernels import chosen_kernels
 from atom_plugin.common.settings import load_settings
 
 #: The cases of a model by op.
-CASES = {**PLAIN_CASES, **FUSED_CASES, **MLA_CASES, **DELTA_CASES, **EXPERT_CASES}
+CASES = {**PLAIN_CASES, **FUSED_CASES, **FP8_CASES, **MLA_CASES, **DELTA_CASES, **EXPERT_CASES}
 DEFAULT_MODELS = ("qwen3-0.6b", "qwen3-8b")
 #: Contenders that need vLLM.
 _OF_VLLM = ("vllm", "vllm, untuned", "FlashAttention 3", "FlashMLA")

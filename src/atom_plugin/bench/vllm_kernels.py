@@ -289,6 +289,44 @@ def _flash_mla_fp8(
     return run
 
 
+#: From how many rows on vLLM 0.30 to 0.33 multiply by DeepGEMM; fewer go to FlashInfer's product.
+DEEP_GEMM_ROWS = 32
+
+
+def fp8_block_linear(
+    rows: int, out_features: int, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``(x [rows, K], weight [N, K], its blocks' scales)`` to ``[rows, N]``, by what vLLM multiplies by on Hopper.
+
+    Scales stay float32. vLLM rounds those of inputs and weights up to powers of two, which it stores as float32 too.
+    """
+    with _importing("vLLM's FP8 products"):
+        from vllm.model_executor.layers.quantization.utils import fp8_utils
+        from vllm.utils import deep_gemm, flashinfer
+    if dtype != torch.bfloat16 or out_features % 64:
+        raise Unavailable(
+            f"DeepGEMM has outputs in bfloat16 and in multiples of 64, not {out_features} of them in {dtype}"
+        )
+    if rows < DEEP_GEMM_ROWS:
+        if not flashinfer.is_flashinfer_fp8_blockscale_gemm_supported():
+            raise Unavailable("vLLM finds no FP8 product of FlashInfer for this GPU")
+        return lambda x, weight, scale: flashinfer.flashinfer_fp8_blockscale_gemm(
+            input=x, weight=weight, weight_scale=scale, out_dtype=dtype
+        )
+    if not deep_gemm.is_deep_gemm_supported():
+        raise Unavailable("vLLM finds no DeepGEMM for this GPU")
+
+    def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        quantized = fp8_utils.per_token_group_quant_fp8(
+            x, group_size=BLOCK_SIZE, column_major_scales=True, use_ue8m0=False
+        )
+        out = x.new_empty(len(x), len(weight))
+        deep_gemm.fp8_gemm_nt(quantized, (weight, scale), out, is_deep_gemm_e8m0_used=False)
+        return out
+
+    return run
+
+
 def fused_experts(
     tokens: int,
     experts: int,

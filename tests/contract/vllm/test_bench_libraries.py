@@ -12,17 +12,23 @@ from unittest.mock import Mock
 import pytest
 import torch
 import vllm
+from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.utils import deep_gemm, flashinfer
 from vllm.v1.attention.ops import flashmla
 
 from atom_core.kernels import kernel_set
+from atom_core.kernels.fp8_block_linear.reference import ReferenceFp8BlockLinear, quantize_groups
 from atom_core.kernels.select import Target
 from atom_plugin.bench.agreement import distance
 from atom_plugin.bench.cases import Bench
 from atom_plugin.bench.grid import Cell
 from atom_plugin.bench.grid_contenders import Inputs, libraries, make_inputs, ours
+from atom_plugin.bench.vllm_kernels import DEEP_GEMM_ROWS, Unavailable, fp8_block_linear
 from tests.contract.vllm.test_flash_attention import binding, stand_in, stand_in_of_latents
 
-BACKENDS = Path(vllm.__file__).parent / "v1" / "attention" / "backends"
+PACKAGE = Path(vllm.__file__).parent
+BACKENDS = PACKAGE / "v1" / "attention" / "backends"
+BLOCK_PRODUCTS = PACKAGE / "model_executor" / "kernels" / "linear" / "scaled_mm" / "flashinfer.py"
 CPU = torch.device("cpu")
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 #: Arguments of vLLM's backends that say nothing of a cell: no window, no ranks that share a context, no softmax sums.
@@ -31,8 +37,8 @@ UNUSED = {"cp_rank", "cp_tot_seqused_k", "cp_world_size", "return_softmax_lse", 
 __all__ = ["binding"]
 
 
-def calls(file: str, function: str) -> list[set[str]]:
-    """The keywords of each call of a function in a backend's file."""
+def calls(file: str | Path, function: str) -> list[set[str]]:
+    """The keywords of each call of a function in a file, by its path or that from the backends' folder."""
     tree = ast.parse((BACKENDS / file).read_text())
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [node for node in found if isinstance(node.func, ast.Name) and node.func.id == function]
@@ -157,3 +163,71 @@ def test_latents_go_to_flash_mla_as_in_vllms_backend(monkeypatch: pytest.MonkeyP
     if fp8:
         signature.bind(**given)
         assert given["num_splits"] is splits
+
+
+class BlockProduct:
+    """A weight in blocks with what multiplies by it, and the keywords that vLLM's functions were called with."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(64, 256).to(E4M3)
+        self.scale = torch.rand(1, 2) + 0.5
+        self.seen: dict[str, dict[str, Any]] = {}
+
+    def flashinfer(self, **given: Any) -> torch.Tensor:
+        """In place of `flashinfer_fp8_blockscale_gemm`."""
+        self.seen["flashinfer_fp8_blockscale_gemm"] = given
+        assert given["out_dtype"] == BF16
+        return ReferenceFp8BlockLinear()(given["input"], given["weight"], given["weight_scale"], None)
+
+    def quantize(self, x: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place of `per_token_group_quant_fp8`."""
+        self.seen["per_token_group_quant_fp8"] = given
+        return quantize_groups(x)
+
+    def deep_gemm(self, x: Any, weight: Any, out: torch.Tensor, **given: Any) -> None:
+        """In place of `fp8_gemm_nt`."""
+        self.seen["fp8_gemm_nt"] = given
+        (values, scales), (stored, stored_scales) = x, weight
+        wide = (values.float().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1)
+        out.copy_(wide @ (stored.float() * stored_scales.repeat_interleave(128, 1)).T)
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> BlockProduct:
+    """vLLM's functions as on Hopper."""
+    it = BlockProduct()
+    monkeypatch.setattr(flashinfer, "is_flashinfer_fp8_blockscale_gemm_supported", lambda: True)
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: True)
+    monkeypatch.setattr(flashinfer, "flashinfer_fp8_blockscale_gemm", it.flashinfer)
+    monkeypatch.setattr(fp8_utils, "per_token_group_quant_fp8", it.quantize)
+    monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", it.deep_gemm)
+    return it
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (DEEP_GEMM_ROWS - 1, ["flashinfer_fp8_blockscale_gemm"]),
+        (DEEP_GEMM_ROWS, ["per_token_group_quant_fp8", "fp8_gemm_nt"]),
+    ],
+)
+def test_fp8_in_blocks_is_multiplied_as_vllm_does(product: BlockProduct, rows: int, names: list[str]) -> None:
+    x = torch.randn(rows, 256, dtype=BF16)
+    found = fp8_block_linear(rows, 64, BF16)(x, product.weight, product.scale)
+    assert distance(found.float(), ReferenceFp8BlockLinear()(x, product.weight, product.scale, None).float()) < 0.01
+    assert list(product.seen) == names
+    assert f"input.shape[0] < {DEEP_GEMM_ROWS}" in BLOCK_PRODUCTS.read_text()
+    for name in names:
+        assert set(product.seen[name]) in calls(BLOCK_PRODUCTS, name)
+
+
+@pytest.mark.parametrize(("out_features", "dtype"), [(72, BF16), (64, torch.float16)])
+def test_fp8_in_blocks_that_deep_gemm_does_not_have_is_not_timed(out_features: int, dtype: torch.dtype) -> None:
+    with pytest.raises(Unavailable, match=f"not {out_features} of them in {dtype}"):
+        fp8_block_linear(64, out_features, dtype)
+
+
+@pytest.mark.parametrize(("rows", "library"), [(1, "FP8 product of FlashInfer"), (64, "DeepGEMM")])
+def test_a_cpu_has_none_of_vllms_fp8_products(rows: int, library: str) -> None:
+    with pytest.raises(Unavailable, match=f"vLLM finds no {library} for this GPU"):
+        fp8_block_linear(rows, 64, BF16)

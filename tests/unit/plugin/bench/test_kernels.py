@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from atom_core.kernels import kernel_set
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
-from atom_plugin.bench import cases, delta_cases, expert_cases, fused_cases, kernels, mla_cases
+from atom_plugin.bench import cases, delta_cases, expert_cases, fp8_cases, fused_cases, kernels, mla_cases
 from atom_plugin.bench.agreement import distance
 from atom_plugin.bench.cases import Bench, Case
 from atom_plugin.bench.device import Ceiling, Limits, Timing, num_copies
@@ -100,6 +100,7 @@ def test_fused_ops_move_what_enters_and_leaves_them():
     H, K, D = 4, 2, 64
     assert case_of("normed_linear", "gate_up 192 x 64, 8 rows").num_bytes == 2 * (192 * 64 + 64 + 8 * (64 + 96))
     assert case_of("fp8_linear", "o 64 x 256, 8 rows").num_bytes == 64 * 256 + 4 * 64 + 2 * 8 * (64 + 256)
+    assert case_of("fp8_block_linear", "o 64 x 256, 8 rows").num_bytes == 64 * 256 + 4 * 2 + 2 * 8 * (64 + 256)
     moved = 64 * 2 * (2 * 513 * K * D + (2 * H + 2 * K) * D)
     assert case_of("decode_attention", "64 x 513").num_bytes == moved
 
@@ -133,7 +134,8 @@ def few(monkeypatch):
     monkeypatch.setattr(delta_cases, "DECODES", (1, 3))
     monkeypatch.setattr(delta_cases, "PREFILLS", ((2, 70),))
     monkeypatch.setattr(fused_cases, "NORMED_ROWS", (1, 3))
-    monkeypatch.setattr(fused_cases, "FP8_ROWS", (1, 5))
+    monkeypatch.setattr(fp8_cases, "FP8_ROWS", (1, 5))
+    monkeypatch.setattr(fp8_cases, "BLOCK_ROWS", (1, 5))
     monkeypatch.setattr(fused_cases, "DECODES", ((2, 33), (1, 16)))
     monkeypatch.setattr(expert_cases, "EXPERT_TOKENS", (1, 5))
 

@@ -225,6 +225,7 @@ quantization=fp8, enable_prefix_caching=True, enable_chunked_prefill=True, compi
 Performance might be sub-optimal!
 (EngineCore pid=9) INFO 11-28 06:34:40 [__init__.py:778] Selected CutlassFP8ScaledMMLinearKernel for Fp8LinearMethod
 (EngineCore pid=9) INFO 11-28 06:34:41 [deep_gemm.py:139] DeepGEMM E8M0 enabled on current platform.
+DeepGEMM warmup:   4%|4         | 52/1167 [00:05<01:36, 11.60it/s]
 (EngineCore pid=9) INFO 11-28 06:34:42 [utils.py:381] Using LBNHC KV cache layout.
 (EngineCore pid=9) INFO 11-28 06:34:42 [topk_topp_sampler.py:149] Using FlashInfer for top-p & top-k sampling.
 (EngineCore pid=9) INFO 11-28 06:34:46 [backends.py:1125] Using cache directory: /cache for vLLM's torch.compile
