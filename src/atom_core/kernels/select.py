@@ -167,6 +167,11 @@ class KernelSet:
         rows = dict.fromkeys(choice for _, choice in self._choices.values())
         return sorted(rows, key=lambda row: order[row.op])
 
+    def unused(self) -> dict[str, str]:
+        """The entries of ``forced`` whose op nothing has asked for so far."""
+        used = {op for op, _ in self._choices}
+        return {op: wanted for op, wanted in self.forced.items() if op not in used}
+
     def _names(self, op: Op[Hashable, object]) -> list[str]:
         return [implementation.name for implementation in self._in_order(op)]
 

@@ -26,7 +26,11 @@ def startup_table(framework: str, model_class: str, attention_class: str, runtim
         f"  device     {kernels.target}, {str(runtime.dtype).removeprefix('torch.')}",
         "  kernels",
     ]
-    return "\n".join([*lines, *(f"    {line}" for line in kernel_lines(kernels.choices()))])
+    found = kernel_lines(kernels.choices())
+    for op, wanted in kernels.unused().items():
+        asked_by = kernels.asked_by.get(op, "ATOM_KERNELS")
+        found.append(f"{op:<19} {'-':<11} {asked_by} asks for {wanted}; no layer of this model uses it here")
+    return "\n".join([*lines, *(f"    {line}" for line in found)])
 
 
 def kernel_lines(choices: list[Choice]) -> list[str]:

@@ -90,7 +90,8 @@ class Settings:
         lambda: MappingProxyType({}),
         _parse_kernels,
         "op=implementation,...",
-        "Force the implementation of single ops. An implementation that cannot run the model is an error.",
+        "Force the implementation of single ops. An implementation that cannot run the model is an error; the "
+        "table in the log names an op that no layer uses.",
     )
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from atom_core.kernels.select import Choice
-from atom_plugin.common.report import kernel_lines
+import pytest
+import torch
+
+from atom_core.kernels import kernel_set
+from atom_core.kernels.rms_norm import RMS_NORM, RmsNormSpec
+from atom_core.kernels.select import Choice, Target
+from atom_core.standalone import build_runtime
+from atom_plugin.common.report import kernel_lines, startup_table
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,14 @@ from atom_plugin.common.report import kernel_lines
 )
 def test_a_line_says_what_was_chosen_and_why(choice: Choice, line: str) -> None:
     assert kernel_lines([choice]) == [line]
+
+
+def test_the_table_names_what_was_asked_for_in_vain() -> None:
+    cpu = torch.device("cpu")
+    forced = {"rms_norm": "reference", "experts": "reference"}
+    kernels = kernel_set(Target.of(cpu), forced, asked_by={"experts": "ATOM_OTHER"})
+    runtime = replace(build_runtime(cpu, torch.float32, 64), kernels=kernels)
+    kernels.select(RMS_NORM, RmsNormSpec(64, torch.float32))
+    *_, used, unused = startup_table("a framework", "AModel", "AnAttention", runtime).splitlines()
+    assert used.split() == "rms_norm reference forced by ATOM_KERNELS".split()
+    assert unused.split() == "experts - ATOM_OTHER asks for reference; no layer of this model uses it here".split()
