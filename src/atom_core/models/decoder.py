@@ -116,17 +116,19 @@ class DecoderForCausalLM(CheckpointModel, ABC):
             self.lm_head: nn.Module = LMHead(config.vocab_size, config.hidden_size, runtime, tied_to)
         else:
             self.lm_head = MissingLayer()
-        unread = (self.draft_prefix, self.vision_prefix)
+        unread = () if self.draft_prefix is None else (self.draft_prefix,)
         drafts = range(config.num_layers, config.num_layers + config.draft_layers)
         self.ignored_prefixes = (
             *(("lm_head.",) if config.tie_word_embeddings else ()),
             *(f"model.layers.{index}." for index in drafts),
-            *(prefix for prefix in unread if prefix is not None),
+            *unread,
+            *self.vision_prefixes,
         )
 
-    #: What names of draft layers begin with that are not numbered after the last layer, and names of a vision part.
+    #: What names of draft layers begin with that are not numbered after the last layer.
     draft_prefix: str | None = None
-    vision_prefix: str | None = None
+    #: What names of a vision part begin with, as Transformers and as vLLM write them.
+    vision_prefixes: tuple[str, ...] = ()
     #: The keys of a Hugging Face configuration that the family reads.
     schema: type[HfConfig]
 

@@ -18,6 +18,9 @@ from atom_core.models.qwen3_next import HybridKeys, gated_mixture
 
 KeysT = TypeVar("KeysT", bound="Qwen35Keys")
 
+#: What names of a vision part begin with, as Transformers and as vLLM write it. Files that serve as text may have it.
+VISION_PREFIXES = ("model.visual.", "visual.")
+
 
 class Qwen35Keys(HybridKeys):
     """Of a dense model."""
@@ -60,6 +63,7 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):
 
     schema: type[Qwen35Keys] = Qwen35Keys
     draft_prefix = "mtp."
+    vision_prefixes = VISION_PREFIXES
 
     @classmethod
     def read_config(cls, hf: Qwen35Keys) -> ModelConfig:
@@ -72,6 +76,7 @@ class Qwen3_5MoeForCausalLM(DecoderForCausalLM):
 
     schema: type[Qwen35MoeKeys] = Qwen35MoeKeys
     draft_prefix = "mtp."
+    vision_prefixes = VISION_PREFIXES
 
     @classmethod
     def read_config(cls, hf: Qwen35MoeKeys) -> ModelConfig:
@@ -90,10 +95,6 @@ class Qwen3_5MoeForCausalLM(DecoderForCausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """The language model of a vision-language checkpoint."""
 
-    vision_prefix = "model.visual."
-
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
     """The language model of a vision-language checkpoint."""
-
-    vision_prefix = "model.visual."

@@ -21,7 +21,7 @@ from atom_core.layers.norm import RMSNorm
 from atom_core.layers.rotary import RotaryTable
 from atom_core.models.decoder import DecoderForCausalLM
 from atom_core.models.draft import DraftInputs, DraftModel
-from atom_core.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen35Keys
+from atom_core.models.qwen3_5 import VISION_PREFIXES, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen35Keys
 from atom_core.models.qwen3_next import HybridKeys, Qwen3NextForCausalLM
 from atom_core.runtime import Runtime
 
@@ -58,7 +58,7 @@ class DraftLayers(nn.Module):
 class Qwen3NextDraft(DraftModel):
     """Of Qwen3-Next."""
 
-    ignored_prefixes = ("model.",)
+    ignored_prefixes: tuple[str, ...] = ("model.",)
 
     def __init__(self, config: ModelConfig, runtime: Runtime, prefix: str = "") -> None:
         super().__init__(config, runtime, prefix)
@@ -102,6 +102,7 @@ class Qwen35Draft(Qwen3NextDraft):
     """Of Qwen3.5, dense."""
 
     count_key = "mtp_num_hidden_layers"
+    ignored_prefixes = ("model.", *VISION_PREFIXES)
 
     @classmethod
     def family(cls) -> type[DecoderForCausalLM]:

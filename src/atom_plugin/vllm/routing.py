@@ -27,6 +27,7 @@ from atom_core.models.registry import (
     supported_architectures,
     unsupported_architecture,
 )
+from atom_plugin.common.checkpoint_config import file_values
 from atom_plugin.common.flags import Refused
 from atom_plugin.common.hub import folder_to_check
 from atom_plugin.common.load_formats import SHARDED_STATE
@@ -308,8 +309,7 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
     if speculative is None or speculative.method != _OWN_LAYERS:
         return
     draft = speculative.draft_model_config
-    draft_class = load_draft_class(architecture)
-    config = draft_class.from_hf(values_of_draft(vllm_config, architecture))
+    config = _config_of_own_layers(vllm_config, architecture)
     draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
     cache_dtype = speculative.kv_cache_dtype
     head_quantization = getattr(speculative, "draft_lm_head_quantization", None)  # since 0.33
@@ -350,6 +350,37 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
         expert_parallel=parallel.enable_expert_parallel,
         data_parallel_size=parallel.data_parallel_size if config.has_mixtures else 1,
     )
+
+
+def _config_of_own_layers(vllm_config: VllmConfig, architecture: str) -> CoreConfig:
+    """The configuration of the draft layers, which may lie in another folder than the target.
+
+    vLLM drafts by the layers of any model that has some, whatever method was asked for, and gives them the target's
+    hidden states, embedding and head.
+
+    Raises:
+        ValueError: they are another model's, or of other sizes.
+    """
+    draft_class, draft = load_draft_class(architecture), vllm_config.speculative_config.draft_model_config
+    own = file_values(str(draft.model), draft.revision).get("architectures") or []
+    others = [name for name in own if name in MODELS and DRAFTS.get(name) != DRAFTS[architecture]]
+    differs = [f"its architecture is {name}, the target's {architecture}" for name in others]
+    if not differs:
+        config = draft_class.from_hf(values_of_draft(vllm_config, architecture))
+        target = read_model_config(values_of(vllm_config.model_config, architecture))
+        differs += [
+            f"its {name} is {size}, the target's {getattr(target, name)}"
+            for name in ("hidden_size", "vocab_size")
+            if (size := getattr(config, name)) != getattr(target, name)
+        ]
+    if differs:
+        raise ValueError(
+            f"--speculative-config names {draft.model}, which does not fit the target: {', '.join(differs)}. vLLM "
+            f"drafts by this model's layers for multi-token prediction (method {_OWN_LAYERS!r}), which take the "
+            "target's hidden states, embedding and head. Leave the model out to draft by the target's own layers, or "
+            "use ngram or suffix."
+        )
+    return config
 
 
 def _check_exchange(vllm_config: VllmConfig) -> None:

@@ -174,19 +174,22 @@ def test_norms_of_zeros_multiply_by_one(tmp_path, family):
     assert (norm.gain == 1 + norm.weight.float()).all()
 
 
-def test_a_wrapper_is_its_language_model(tmp_path):
-    """As Transformers saves a vision-language model: the text's configuration and names are inside."""
+@pytest.mark.parametrize("vision", ["model.visual.", "visual."])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
+def test_a_wrapper_is_its_language_model(tmp_path, architecture, prefix, vision):
+    """As Transformers and vLLM name a vision-language model: the text's configuration and names are inside."""
     model = make_model(tmp_path, make_config(DENSE))
     text = json.loads((tmp_path / "config.json").read_text())
     whole = Qwen3_5Config(text_config=text, vision_config={"depth": 1}).to_dict()
-    whole["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    whole["architectures"] = [architecture]
     (tmp_path / "config.json").write_text(json.dumps(whole))
     file = tmp_path / "model.safetensors"
     tensors = {
-        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+        name.replace("model.", prefix, 1) if name.startswith("model.") else name: tensor
         for name, tensor in load_file(file).items()
     }
-    save_file({**tensors, "model.visual.patch_embed.proj.weight": torch.ones(3)}, file)
+    save_file({**tensors, f"{vision}patch_embed.proj.weight": torch.ones(3)}, file)
     assert distance(Runner(tmp_path).logits(TOKENS[:70]), logits(model, TOKENS[:70])) <= LOGITS_TOLERANCE
 
 

@@ -97,6 +97,15 @@ class Drafter:
         return self.draft(torch.tensor(tokens), positions, hidden, Step(batch, self.caches), depth)
 
 
+@pytest.mark.parametrize("family", [DENSE, MOE], ids=str)
+@pytest.mark.parametrize("vision", ["model.visual.", "visual."])
+def test_a_vision_part_of_the_file_is_not_read(tmp_path, family, vision):
+    Reference(tmp_path, family)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), f"{vision}patch_embed.proj.weight": torch.ones(3)}, file, metadata={"format": "pt"})
+    assert Drafter(tmp_path).draft.config.num_layers == 1
+
+
 @every_family
 @torch.inference_mode()
 def test_drafts_are_those_of_hugging_faces_layer(tmp_path, family):
