@@ -7,10 +7,12 @@ from typing import Any
 
 #: What names begin with there, as vLLM, SGLang and Transformers write it, and what they begin with by themselves.
 PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-#: Keys of the whole configuration that the language model takes where its own has none.
-_OF_WHOLE = ("quantization_config", "compression_config")
 #: The key that counts there, whatever the language model's own says: head and embedding are of the whole model.
 TIED = "tie_word_embeddings"
+#: Keys of the whole configuration that the language model takes where its own has none.
+_TAKEN = ("quantization_config", "compression_config")
+#: All that it reads of the whole configuration.
+OF_WHOLE = ("architectures", "model_type", TIED, *_TAKEN)
 
 
 def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -19,7 +21,7 @@ def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if inner is None:
         return values
     inner = inner if isinstance(inner, Mapping) else inner.to_dict()
-    shared = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None and inner.get(key) is None}
+    shared = {key: values[key] for key in _TAKEN if values.get(key) is not None and inner.get(key) is None}
     tied = {} if values.get(TIED) is None else {TIED: values[TIED]}
     return {**inner, **shared, **tied, "architectures": values.get("architectures")}
 

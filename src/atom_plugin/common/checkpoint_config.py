@@ -5,13 +5,15 @@ The two differ: overrides replace whole dictionaries, and the framework adds its
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from atom_core.checkpoint import has_untied_head, read_config_json
 from atom_core.hf_config import as_mapping
-from atom_core.language_model import TIED, of_text
+from atom_core.language_model import OF_WHOLE, TIED, of_text
+from atom_core.models.registry import load_model_class
 from atom_plugin.common.hub import cached_folder, whole_folder
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,30 @@ def config_values(
     if isinstance(text := values.get("text_config"), Mapping):
         values["text_config"] = _with_rope_of_file(_of_first_layers(dict(text), of_file), of_file)
     return _with_rope_of_file(_of_first_layers(values, of_file), of_file)
+
+
+def check_overrides(setting: str, overrides: Mapping[str, Any], file: Mapping[str, Any], architecture: str) -> None:
+    """Refuse keys of the language model outside ``text_config``, where none is read, of a multimodal checkpoint.
+
+    Args:
+        setting: which gives the overrides.
+        overrides: by the key of ``config.json``.
+        file: see :func:`file_values`.
+        architecture: the checkpoint's.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if not isinstance(file.get("text_config"), Mapping):
+        return
+    known = load_model_class(architecture).schema.model_fields
+    # A key that the file has there, too, is of the whole model.
+    if outside := [key for key in overrides if key in known and key not in file and key not in OF_WHOLE]:
+        inside = json.dumps({"text_config": {key: overrides[key] for key in outside}})
+        raise ValueError(
+            f"{setting} gives {', '.join(outside)} outside text_config, where {architecture} has the keys of its "
+            f"language model: it would have no effect. Write {inside}."
+        )
 
 
 def _of_first_layers(values: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,9 +44,13 @@ def values_of(hf_config: Any, architecture: str | None = None) -> dict[str, Any]
 
 def architecture_of_file(hf_config: Any) -> str:
     """The architecture of the checkpoint that a draft is a part of; SGLang has put the draft's in its place."""
-    file = file_values(str(hf_config._name_or_path), getattr(hf_config, "_commit_hash", None))
-    architecture: str = file["architectures"][0]
+    architecture: str = file_of(hf_config)["architectures"][0]
     return architecture
+
+
+def file_of(hf_config: Any) -> Mapping[str, Any]:
+    """The ``config.json`` that SGLang read; see :func:`file_values`."""
+    return file_values(str(hf_config._name_or_path), getattr(hf_config, "_commit_hash", None))
 
 
 def is_hybrid(hf_config: Any) -> bool:

@@ -11,8 +11,9 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.hf_transformers.config import get_config
 
 from atom_core.models.registry import supported_architectures
+from atom_plugin.common.checkpoint_config import check_overrides
 from atom_plugin.sglang import our_backends
-from atom_plugin.sglang.checkpoint_config import is_hybrid, values_of
+from atom_plugin.sglang.checkpoint_config import file_of, is_hybrid, values_of
 from atom_plugin.sglang.hybrids import INTERVAL, interval_of, refused_with_states
 
 
@@ -56,6 +57,8 @@ def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
                 "--disable-radix-cache."
             )
     if text is not hf_config:
+        given = json.loads(view.json_model_override_args)
+        check_overrides("--json-model-override-args", given, file_of(hf_config), architecture)
         if view.enable_multimodal:
             raise ValueError(
                 f"atom-plugin has only the text of {architecture}: leave out --enable-multimodal, or unset "

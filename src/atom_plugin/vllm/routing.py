@@ -9,7 +9,7 @@ refused by their value.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from enum import Enum
 from functools import reduce
@@ -27,7 +27,7 @@ from atom_core.models.registry import (
     supported_architectures,
     unsupported_architecture,
 )
-from atom_plugin.common.checkpoint_config import file_values
+from atom_plugin.common.checkpoint_config import check_overrides, file_values
 from atom_plugin.common.flags import Refused
 from atom_plugin.common.hub import folder_to_check
 from atom_plugin.common.load_formats import SHARDED_STATE
@@ -81,6 +81,9 @@ def route(vllm_config: VllmConfig) -> None:
     if vllm_config.load_config.load_format in ("auto", "hf"):
         # vLLM would fall back to *.bin pickles if a repository has no safetensors.
         vllm_config.load_config.load_format = "safetensors"
+    if isinstance(given := model_config.hf_overrides, Mapping):
+        file = file_values(str(model_config.model), model_config.revision)
+        check_overrides("--hf-overrides", given, file, architecture)
     _serve_text_only(model_config)
     _take_cache_dtype_of_checkpoint(vllm_config)
     _set_cpu_block_size(vllm_config)

@@ -97,3 +97,18 @@ def test_a_multimodal_checkpoint_may_be_cut_to_fewer_layers(wrapper):
     config, whole = wrapper({}, {}, {"num_hidden_layers": 4})
     assert whole.num_layers > 4
     assert config.layers == whole.layers[:4]
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", "num_hidden_layers"])
+def test_an_override_outside_the_text_of_a_multimodal_checkpoint_is_refused(tmp_path, key):
+    """Neither vLLM's own model nor ours would read it."""
+    folder = make_hybrid(tmp_path / "wrapper", "qwen3_5_vl")
+    value = 2 if key == "num_hidden_layers" else {"rope_type": "yarn", "factor": 4.0}
+
+    def configure(overrides):
+        options = {"model_impl": "atom", "language_model_only": True, "hf_overrides": overrides}
+        return EngineArgs(str(folder), **options).create_engine_config()
+
+    with pytest.raises(ValueError, match=f'--hf-overrides gives {key} outside text_config.*Write {{"text_config":'):
+        configure({key: value, "eos_token_id": 7})
+    configure({"eos_token_id": 7, "tie_word_embeddings": False})

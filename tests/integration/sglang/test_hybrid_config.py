@@ -68,12 +68,10 @@ def test_layers_and_rope_are_the_file_s(family, folder):
 def test_sglang_s_pools_are_for_the_same_layers(family, folder):
     from atom_plugin.sglang.hybrid import overrides
 
-    given = overrides(
-        arguments(json_model_override_args='{"max_position_embeddings": 64}'), config_of(folder(family)).hf_config
-    )
+    given = overrides(arguments(json_model_override_args='{"eos_token_id": 64}'), config_of(folder(family)).hf_config)
     again = config_of(folder(family), model_override_args=given["json_model_override_args"])
     assert again.hf_config.get_text_config().full_attention_layer_ids == [1, 3]
-    assert again.hf_config.max_position_embeddings == 64
+    assert again.hf_config.eos_token_id == 64
     assert given.get("enable_multimodal") == (False if HYBRIDS[family].wrapper else None)
 
 
@@ -97,6 +95,14 @@ def test_overrides_of_the_configuration_are_what_our_models_read(family, folder)
     given = json.dumps({"text_config": changes} if HYBRIDS[family].wrapper else changes)
     config = read_model_config(values_of(config_of(folder(family), model_override_args=given).hf_config))
     assert (config.rms_norm_eps, config.rope.theta) == (0.25, 500.0)
+
+
+def test_an_override_outside_the_text_of_a_wrapper_is_refused(folder):
+    from atom_plugin.sglang.hybrid import overrides
+
+    given = arguments(json_model_override_args='{"rope_scaling": {"rope_type": "yarn"}, "eos_token_id": 64}')
+    with pytest.raises(ValueError, match=r'args gives rope_scaling outside text_config.*Write \{"text_config": {"rope_'):
+        overrides(given, config_of(folder("qwen3_5_vl")).hf_config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
