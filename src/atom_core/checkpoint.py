@@ -162,7 +162,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     """The parsed ``config.json`` of a checkpoint.
 
     Raises:
-        ValueError: the file is missing or is not a JSON object.
+        ValueError: the file is missing or is not a JSON object, or its ``text_config`` is not one.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -173,6 +173,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    try:
+        of_text(values)  # which every reader goes on with
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return values
 
 

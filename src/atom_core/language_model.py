@@ -16,11 +16,18 @@ OF_WHOLE = ("architectures", "model_type", TIED, *_TAKEN)
 
 
 def of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's values of a multimodal configuration, which has them in ``text_config``; else ``values``."""
+    """The language model's values of a multimodal configuration, which has them in ``text_config``; else ``values``.
+
+    Raises:
+        ValueError: ``text_config`` is neither an object nor one of Transformers' configurations.
+    """
     inner = values.get("text_config")
     if inner is None:
         return values
-    inner = inner if isinstance(inner, Mapping) else inner.to_dict()
+    if not isinstance(inner, Mapping):
+        if not hasattr(inner, "to_dict"):
+            raise ValueError(f"The model's config has text_config={repr(inner)[:80]}; an object is needed.")
+        inner = inner.to_dict()
     shared = {key: values[key] for key in _TAKEN if values.get(key) is not None and inner.get(key) is None}
     tied = {} if values.get(TIED) is None else {TIED: values[TIED]}
     return {**inner, **shared, **tied, "architectures": values.get("architectures")}

@@ -109,6 +109,13 @@ def test_a_header_that_is_none_is_an_error(tmp_path, header):
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["a text", ["a", "list"], 5, True, [], ""])
+def test_the_language_models_config_is_an_object(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["It"], "text_config": text}))
+    with pytest.raises(ValueError, match=r"config\.json: .*has text_config=.*; an object is needed"):
+        read_config_json(tmp_path)
+
+
 def test_a_config_is_a_json_object(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         read_config_json(tmp_path)

@@ -38,6 +38,8 @@ def test_a_good_one(checkpoint):
         ({"quantization_config": {"quant_method": "fp8"}}, "but config.json says FP8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"intermediate_size": 96}, "mlp"),
+        ({"text_config": "a text"}, "text_config='a text'; an object is needed"),
+        ({"text_config": ["a list"]}, "text_config=['a list']; an object is needed"),
     ],
 )
 def test_what_cannot_be_served(checkpoint, changes, problem):
