@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from atom_core.checkpoint import config_of
 from atom_core.config import ModelConfig
+from atom_core.hugging_face import check_reference, load_reference, load_tokenizer, require_transformers
 from atom_core.models.decoder import Decoder
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
@@ -130,11 +131,15 @@ def compare(
         with_aiter: see :func:`atom_core.kernels.kernel_set`.
 
     Raises:
-        ValueError: we cannot run the checkpoint, ``transformers`` is not installed, or the prompt does not fit.
+        ValueError: we or Hugging Face's models cannot run the checkpoint, its quantisation has no reference (see
+            :func:`atom_core.hugging_face.check_reference`), ``transformers`` is not installed, or the prompt does not
+            fit.
     """
     require_transformers()
     device = device or torch.device("cpu")
-    config = read_model_config(config_of(directory))
+    hf = config_of(directory)
+    config = read_model_config(hf)
+    check_reference(directory, hf)
     tokens = _tokenize(directory, prompt) if prompt is not None else _sample(config, num_tokens, new_tokens)
     length = len(tokens) + new_tokens
     if not new_tokens < length <= config.max_position:
@@ -145,35 +150,6 @@ def compare(
     runner = Runner(directory, dtype=dtype, device=device, kernels=kernels, max_model_len=length, with_aiter=with_aiter)
     reference = load_reference(directory, dtype, device)
     return compare_models(runner, reference, tokens, new_tokens, tolerance or TOLERANCES[dtype], directory)
-
-
-def require_transformers() -> None:
-    """Raise a ValueError unless Hugging Face's models can be imported."""
-    try:
-        import transformers  # noqa: F401 - only needed here, so no dependency of the package
-    except ImportError as error:
-        raise ValueError(
-            "Comparing with Hugging Face's model needs the package transformers: pip install transformers."
-        ) from error
-
-
-def load_reference(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Hugging Face's model of a local checkpoint, with eager attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    # Of a multimodal checkpoint, this class asks the text's configuration, where the whole one counts.
-    config.get_text_config().tie_word_embeddings = read_model_config(config_of(directory)).tie_word_embeddings
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=config,
-        dtype=dtype,
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    return model.to(device).eval()
 
 
 @torch.inference_mode()
@@ -205,12 +181,9 @@ def _sample(config: ModelConfig, num_tokens: int, new_tokens: int) -> list[int]:
 
 
 def _tokenize(directory: Path, prompt: str) -> list[int]:
-    from transformers import AutoTokenizer
-
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"{directory} has no tokenizer to split the prompt with ({', '.join(_TOKENIZER_FILES)}).")
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    tokens: list[int] = tokenizer(prompt)["input_ids"]
+    tokens: list[int] = load_tokenizer(directory)(prompt)["input_ids"]
     return tokens
 
 

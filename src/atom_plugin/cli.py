@@ -141,7 +141,8 @@ def check(
     """Compare our logits with Hugging Face's, layer by layer, without any framework; exit 1 if they differ."""
     import torch
 
-    from atom_core.check import TOLERANCES, compare, require_transformers
+    from atom_core.check import TOLERANCES, compare
+    from atom_core.hugging_face import require_transformers
     from atom_plugin.common.kernels import forced_kernels
     from atom_plugin.doctor.agreement import stage_table
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_core.check import TOLERANCES, Continuation, Report, Stage, compare, compare_models, load_reference
+from atom_core.check import TOLERANCES, Continuation, Report, Stage, compare, compare_models
+from atom_core.hugging_face import load_reference
 from atom_core.standalone import Runner
 from tests.unit.core.hugging_face import FAMILIES, NUM_LAYERS, make_config, make_model, random_tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,25 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_and_exits_1(checkpoint):
     assert result.returncode == 1
     assert "missing (1): model.norm.weight" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "Check the checkpoint that it was quantised from"),
+        ({"initializer_range": None}, "Transformers"),
+        ({"text_config": "a text"}, "text_config='a text'; an object is needed"),
+    ],
+)
+def test_a_checkpoint_without_a_reference_is_one_line_and_exits_1(checkpoint, changes, said):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    result = run_cli("check", str(checkpoint))
+    assert result.returncode == 1
+    assert str(path) in result.stderr.splitlines()[-1]
+    assert said in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert "differs" not in result.stdout
 
 
 def test_a_forced_kernel_that_cannot_run_is_said(checkpoint):
