@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from atom_core.checkpoint import config_of
+from atom_core.checkpoint import INDEX, SINGLE_FILE, Checkpoint, config_of
 from atom_core.language_model import of_text
 from atom_core.models.read_config import read_model_config
 from atom_core.quant import Mxfp4Config, read_quantization
@@ -78,11 +80,11 @@ def load_reference(directory: Path, dtype: torch.dtype, device: torch.device) ->
         config = AutoConfig.from_pretrained(directory, **_LOCAL)
         # Of a multimodal checkpoint, this class asks the text's configuration, where the whole one counts.
         config.get_text_config().tie_word_embeddings = tied
-    with one_line(directory):
+    with _indexed(directory) as folder, one_line(directory):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
-            directory,
+            folder,
             config=config,
             dtype=dtype,
             attn_implementation="eager",
@@ -140,3 +142,23 @@ def _convert_experts(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def _indexed(directory: Path) -> Iterator[Path]:
+    """``directory``; without an index and a single file, a folder of links to the same files with an index.
+
+    Transformers looks for those two only, where we and the frameworks read the shards that are there. It also reads
+    other JSON files of the folder.
+    """
+    if any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
+        yield directory
+        return
+    tensors = Checkpoint.open(directory).tensors
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        for file in {*directory.glob("*.json"), *(info.file for info in tensors.values())}:
+            (folder / file.name).symlink_to(file.resolve())
+        index = {"metadata": {}, "weight_map": {name: info.file.name for name, info in tensors.items()}}
+        (folder / INDEX).write_text(dumps(index))
+        yield folder

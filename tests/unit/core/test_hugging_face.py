@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from atom_core.check import compare
-from atom_core.checkpoint import SINGLE_FILE
+from atom_core.checkpoint import INDEX, SINGLE_FILE
 from atom_core.hugging_face import load_reference, one_line
 from tests.unit.core.fp8_checkpoints import BLOCK_FORMATS, FORMATS, make_fp8
 from tests.unit.core.hugging_face import FAMILIES, Family, make_config, make_model
@@ -76,6 +77,29 @@ def test_gpt_oss_in_mxfp4_agrees_within_the_tolerance_of_float32(tmp_path):
     report = compare(tmp_path / "packed")
     assert report.passed, str(report)
     assert report.tolerance == 1e-4
+
+
+@pytest.mark.parametrize("name", ["model-0000{}-of-00002.safetensors", "model.safetensors-0000{}-of-00002.safetensors"])
+@pytest.mark.parametrize("indexed", [False, True], ids=["no index", "an index"])
+def test_shards_are_read_with_an_index_and_without(directory, name, indexed):
+    tensors = sorted(load_file(directory / SINGLE_FILE).items())
+    (directory / SINGLE_FILE).unlink()
+    shards = {name.format(part + 1): dict(tensors[part::2]) for part in range(2)}
+    for file, shard in shards.items():
+        save_file(shard, directory / file, {"format": "pt"})
+    if indexed:
+        weight_map = {it: file for file, shard in shards.items() for it in shard}
+        (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    before = sorted(path.name for path in directory.iterdir())
+    report = compare(directory)
+    assert report.passed, str(report)
+    assert sorted(path.name for path in directory.iterdir()) == before, "the folder is left as it was"
+
+
+def test_shards_without_an_index_and_other_files_need_no_more_than_config_json(directory):
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / SINGLE_FILE).rename(directory / "model-00001-of-00001.safetensors")
+    assert compare(directory).passed
 
 
 @pytest.mark.parametrize(
