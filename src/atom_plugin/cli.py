@@ -14,7 +14,7 @@ from atom_plugin.bench.cli import app as bench_app
 from atom_plugin.common import flag_tables, support, versions
 from atom_plugin.common.flags import Row
 from atom_plugin.common.settings import load_settings, readable_settings, unknown_variables, variables
-from atom_plugin.doctor import checkpoint, command, environment, hybrid, report
+from atom_plugin.doctor import checkpoint, command, environment, hybrid, report, speculation
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
 from atom_plugin.sglang.flags import TABLE as SGLANG_FLAGS
@@ -65,6 +65,7 @@ def doctor(
         findings += checkpoint.check_checkpoint(model, command.tensor_parallel_size(examined), asked)
         findings += hybrid.check_images(model, examined)
         findings += hybrid.check_states(model, examined, environ, target)
+        findings += speculation.check_own_layers(model, examined)
         findings += hybrid.check_sglang_drafts(model, examined, environ)
 
     console = _console()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import VLLM, Framework
+
+if TYPE_CHECKING:
+    from atom_core.config import ModelConfig
 
 
 def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Framework = VLLM) -> Iterable[Finding]:
@@ -39,3 +43,27 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Fra
             lambda: check_files(read_model_config(values), folder, tensor_parallel_size, read_quantization(values))
         )
     return findings
+
+
+def said(check: Callable[[], object]) -> list[str]:
+    """The error of a check, if there is one."""
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def read_model(folder: Path) -> tuple[Mapping[str, Any], ModelConfig] | None:
+    """The values of ``config.json`` and what the core reads of them.
+
+    None: :func:`check_checkpoint` says what is wrong.
+    """
+    from atom_core.checkpoint import config_of  # imports torch
+    from atom_core.models.read_config import read_model_config
+
+    try:
+        values = config_of(folder)
+        return values, read_model_config(values)
+    except ValueError:
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +12,30 @@ from packaging.version import Version
 from atom_core.language_model import of_text
 from atom_plugin.common.settings import readable_settings
 from atom_plugin.common.versions import installed
+from atom_plugin.doctor.checkpoint import read_model, said
 from atom_plugin.doctor.command import Command, expanded, is_off, is_on
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import SGLANG, VLLM
+from atom_plugin.doctor.speculation import Speculation
 from atom_plugin.sglang import BACKEND, ROCM_BACKEND
 from atom_plugin.sglang.hybrids import OWN_LAYERS, interval_of, refused_with_own_drafts, refused_with_states
 from atom_plugin.vllm.flags import refused
 from atom_plugin.vllm.hybrids import BY_NGRAMS, NEWER_RUNNER_DRAFTS_BY_NGRAMS, ON_OLDER_RUNNER, Asked, refusals
 
 if TYPE_CHECKING:
-    from atom_core.config import ModelConfig
     from atom_core.kernels.select import Target
 
 #: vLLM's variable that chooses a model runner. Without it vLLM takes the newer one where there is Triton.
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_SPECULATION = "--speculative-config"
 #: Other flags of SGLang's server arguments.
 _ALIASES = {"tp_size": ("--tensor-parallel-size", "--tp"), "pp_size": ("--pipeline-parallel-size", "--pp")}
 _OURS = (BACKEND, ROCM_BACKEND)
 _STATE_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
-#: vLLM's default of how many tokens a suffix may bring.
-_SUFFIX_DEPTH = "24"
 
 
 def check_images(folder: Path, command: Command) -> Iterable[Finding]:
     """A checkpoint with images whose command does not ask for its text alone."""
-    read = _read(folder)
+    read = read_model(folder)
     if read is None or "text_config" not in read[0]:
         return
     if command.framework is VLLM and not is_on(command.flags, "--language-model-only"):
@@ -61,21 +59,18 @@ def check_states(folder: Path, command: Command, environ: Mapping[str, str], tar
         environ: the variables that it sees.
         target: the device that it would run on.
     """
-    read = _read(folder) if command.framework is VLLM else None
+    read = read_model(folder) if command.framework is VLLM else None
     if read is None or not read[1].has_states:
         return
     flags = dict(expanded(command.flags))
-    count = flags.get(f"{_SPECULATION}.num-speculative-tokens") or flags.get("--spec-tokens") or ""
-    method = flags.get(f"{_SPECULATION}.method") or flags.get("--spec-method")
-    if method == "suffix":
-        count = count or flags.get(f"{_SPECULATION}.suffix-decoding-max-tree-depth", _SUFFIX_DEPTH)
+    speculation = Speculation(flags)
     asked = Asked(
         on_vllms_attention=readable_settings(environ).disable_vllm_attention,
         caches_prefixes="--no-enable-prefix-caching" not in flags,
-        older_runner=_is_older_runner(environ.get(_RUNNER), target, method),
+        older_runner=_is_older_runner(environ.get(_RUNNER), target, speculation.method),
         state_dtype=_state_dtype(flags, of_text(read[0])),
-        num_drafts=int(count) if count.isdecimal() else 0,
-        draft_method="" if method is None and any(name.startswith(_SPECULATION) for name in flags) else method,
+        num_drafts=speculation.num_drafts,
+        draft_method=speculation.method,
     )
     for reason in refusals(asked):
         yield Finding.of(reason, VLLM.refused, f"Leave it out, or {VLLM.otherwise} for this model.")
@@ -95,7 +90,7 @@ def check_sglang_drafts(folder: Path, command: Command, environ: Mapping[str, st
     from atom_core.models.registry import load_draft_class
     from atom_core.quant import read_quantization
 
-    read = _read(folder) if command.framework is SGLANG else None
+    read = read_model(folder) if command.framework is SGLANG else None
     if read is None or not (read[1].has_states or read[1].has_mla):
         return
     given, (values, config) = ServerArguments(command), read
@@ -105,11 +100,11 @@ def check_sglang_drafts(folder: Path, command: Command, environ: Mapping[str, st
         dtype = environ.get(_STATE_DTYPE) or text.get("mamba_ssm_dtype")
         attention = given.attention_backend or given.decode_attention_backend or BACKEND
         reasons += refused_with_states(given, attention, _OURS, dtype)
-        reasons += _said(lambda: interval_of(config.architecture, text))
+        reasons += said(lambda: interval_of(config.architecture, text))
     reasons += refused_with_own_drafts(given, config.architecture, _OURS)
     if given.speculative_algorithm in OWN_LAYERS:
         draft = load_draft_class(config.architecture)
-        reasons += _said(
+        reasons += said(
             lambda: check_files(draft.from_hf(values), folder, given.tp_size or 1, read_quantization(values))
         )
     for reason in reasons:
@@ -132,30 +127,6 @@ class ServerArguments:
             return json.loads(value) if value else True
         except ValueError:
             return value
-
-
-def _said(check: Callable[[], object]) -> list[str]:
-    """The error of a check, if there is one."""
-    try:
-        check()
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _read(folder: Path) -> tuple[Mapping[str, Any], ModelConfig] | None:
-    """The values of ``config.json`` and what the core reads of them.
-
-    None: :func:`atom_plugin.doctor.checkpoint.check_checkpoint` says what is wrong.
-    """
-    from atom_core.checkpoint import config_of  # imports torch
-    from atom_core.models.read_config import read_model_config
-
-    try:
-        values = config_of(folder)
-        return values, read_model_config(values)
-    except ValueError:
-        return None
 
 
 def _is_older_runner(variable: str | None, target: Target, draft_method: str | None) -> bool:

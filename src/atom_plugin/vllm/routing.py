@@ -30,10 +30,9 @@ from atom_core.models.registry import (
 from atom_plugin.common.checkpoint_config import check_overrides, file_values
 from atom_plugin.common.flags import Refused
 from atom_plugin.common.hub import folder_to_check
-from atom_plugin.common.load_formats import SHARDED_STATE
 from atom_plugin.common.settings import PREFIX, Settings, load_settings
 from atom_plugin.common.versions import DISTRIBUTION, installed
-from atom_plugin.vllm import ARCHITECTURE_PREFIX
+from atom_plugin.vllm import ARCHITECTURE_PREFIX, own_layers
 from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
 from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, refused, refused_by_value
 from atom_plugin.vllm.hybrids import Asked, refusals
@@ -49,8 +48,6 @@ logger = logging.getLogger("vllm.atom_plugin")
 _CPU_BLOCK_SIZE = 128
 #: Keys of rope that say how three rows of positions are used.
 _MROPE = ("mrope_section", "mrope_interleaved")
-#: The speculative method of a checkpoint's own layers (multi-token prediction).
-_OWN_LAYERS = "mtp"
 
 
 def refuse(vllm_config: VllmConfig) -> None:
@@ -309,46 +306,26 @@ def _check_latents(vllm_config: VllmConfig) -> None:
 def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
     """Check multi-token prediction (the checkpoint's own layers draft) against the checkpoint and other settings."""
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if speculative is None or speculative.method != _OWN_LAYERS:
+    if speculative is None or speculative.method != own_layers.METHOD:
         return
     draft = speculative.draft_model_config
     config = _config_of_own_layers(vllm_config, architecture)
-    draft_ranks, ranks = speculative.draft_tensor_parallel_size, parallel.tensor_parallel_size
-    cache_dtype = speculative.kv_cache_dtype
-    head_quantization = getattr(speculative, "draft_lm_head_quantization", None)  # since 0.33
-    for differs, what in (
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: the draft's stage has no embedding",
-        ),
-        (
-            draft_ranks not in (None, ranks),
-            f"draft_tensor_parallel_size={draft_ranks} and --tensor-parallel-size {ranks}: the embedding and the head "
-            "are the target's",
-        ),
-        (
-            cache_dtype not in (None, vllm_config.cache_config.cache_dtype),
-            f"kv_cache_dtype={cache_dtype} for the draft; its cache has the target's dtype",
-        ),
-        (
-            vllm_config.load_config.load_format == SHARDED_STATE,
-            f"--load-format {SHARDED_STATE}, whose files do not have the draft layers",
-        ),
-        (
-            head_quantization is not None,
-            f"draft_lm_head_quantization={head_quantization}; drafts use the target's head",
-        ),
-    ):
-        if differs:
-            raise ValueError(
-                f"--model-impl atom does not support multi-token prediction (method {_OWN_LAYERS!r}) with {what}. "
-                "Leave one of them out."
-            )
+    asked = own_layers.Asked(
+        stages=parallel.pipeline_parallel_size,
+        ranks=parallel.tensor_parallel_size,
+        draft_ranks=speculative.draft_tensor_parallel_size,
+        cache_dtype=vllm_config.cache_config.cache_dtype,
+        draft_cache_dtype=speculative.kv_cache_dtype,
+        load_format=str(vllm_config.load_config.load_format),
+        head_quantization=getattr(speculative, "draft_lm_head_quantization", None),  # since 0.33
+    )
+    for reason in own_layers.refusals(asked):
+        raise ValueError(reason)
     load = vllm_config.load_config
     check_files(
         config,
         folder_to_check(str(draft.model), draft.revision, load.download_dir, str(load.load_format)),
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=parallel.tensor_parallel_size,
         quant=quantization_of(draft),
         expert_parallel=parallel.enable_expert_parallel,
         data_parallel_size=parallel.data_parallel_size if config.has_mixtures else 1,
@@ -358,31 +335,14 @@ def _check_own_layers(vllm_config: VllmConfig, architecture: str) -> None:
 def _config_of_own_layers(vllm_config: VllmConfig, architecture: str) -> CoreConfig:
     """The configuration of the draft layers, which may lie in another folder than the target.
 
-    vLLM drafts by the layers of any model that has some, whatever method was asked for, and gives them the target's
-    hidden states, embedding and head.
-
     Raises:
-        ValueError: they are another model's, or of other sizes.
+        ValueError: they do not fit the target.
     """
     draft_class, draft = load_draft_class(architecture), vllm_config.speculative_config.draft_model_config
-    own = file_values(str(draft.model), draft.revision).get("architectures") or []
-    others = [name for name in own if name in MODELS and DRAFTS.get(name) != DRAFTS[architecture]]
-    differs = [f"its architecture is {name}, the target's {architecture}" for name in others]
-    if not differs:
-        config = draft_class.from_hf(values_of_draft(vllm_config, architecture))
-        target = read_model_config(values_of(vllm_config.model_config, architecture))
-        differs += [
-            f"its {name} is {size}, the target's {getattr(target, name)}"
-            for name in ("hidden_size", "vocab_size")
-            if (size := getattr(config, name)) != getattr(target, name)
-        ]
-    if differs:
-        raise ValueError(
-            f"--speculative-config names {draft.model}, which does not fit the target: {', '.join(differs)}. vLLM "
-            f"drafts by this model's layers for multi-token prediction (method {_OWN_LAYERS!r}), which take the "
-            "target's hidden states, embedding and head. Leave the model out to draft by the target's own layers, or "
-            "use ngram or suffix."
-        )
+    name, file = str(draft.model), file_values(str(draft.model), draft.revision)
+    own_layers.check_architecture(name, file, architecture)
+    config = draft_class.from_hf(values_of_draft(vllm_config, architecture))
+    own_layers.check_sizes(name, config, read_model_config(values_of(vllm_config.model_config, architecture)))
     return config
 
 
@@ -442,7 +402,7 @@ def _route_draft(vllm_config: VllmConfig, target: str, settings: Settings) -> No
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None or _is_ours(draft):
         return
-    if speculative.method == _OWN_LAYERS:
+    if speculative.method == own_layers.METHOD:
         _refuse_by(DRAFT, vllm_config, settings)
         _serve_text_only(draft)
         _rewrite(draft, DRAFTS[target][1], supports_pp=False)
