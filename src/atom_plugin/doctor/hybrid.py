@@ -36,7 +36,7 @@ _STATE_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
 def check_images(folder: Path, command: Command) -> Iterable[Finding]:
     """A checkpoint with images whose command does not ask for its text alone."""
     read = read_model(folder)
-    if read is None or "text_config" not in read[0]:
+    if read is None or of_text(read[0]) is read[0]:
         return
     if command.framework is VLLM and not is_on(command.flags, "--language-model-only"):
         row = refused("ModelConfig.multimodal_config")
@@ -68,7 +68,7 @@ def check_states(folder: Path, command: Command, environ: Mapping[str, str], tar
         on_vllms_attention=readable_settings(environ).disable_vllm_attention,
         caches_prefixes="--no-enable-prefix-caching" not in flags,
         older_runner=_is_older_runner(environ.get(_RUNNER), target, speculation.method),
-        state_dtype=_state_dtype(flags, of_text(read[0])),
+        state_dtype=_state_dtype(flags, read[0], folder),
         num_drafts=speculation.num_drafts,
         draft_method=speculation.method,
     )
@@ -138,14 +138,27 @@ def _is_older_runner(variable: str | None, target: Target, draft_method: str | N
     return target.kind == "cpu" or draft_method in older
 
 
-def _state_dtype(flags: Mapping[str, str], config: Mapping[str, Any]) -> str:
+def _state_dtype(flags: Mapping[str, str], values: Mapping[str, Any], folder: Path) -> str:
     """As vLLM chooses it: by the first that says."""
-    said = (
+    given = (
         flags.get("--mamba-ssm-cache-dtype"),
-        config.get("mamba_ssm_dtype"),
+        of_text(values).get("mamba_ssm_dtype"),
         flags.get("--mamba-cache-dtype"),
         flags.get("--dtype"),
-        config.get("dtype", config.get("torch_dtype")),
     )
-    name = next((str(it) for it in said if it not in (None, "auto")), "bfloat16")
+    name = next((it for it in given if it not in (None, "auto")), None) or _dtype_of(values, folder)
     return {"half": "float16", "float": "float32"}.get(name, name)
+
+
+def _dtype_of(values: Mapping[str, Any], folder: Path) -> str:
+    """A checkpoint's dtype as vLLM reads it: what the whole configuration says, then its parts, then the files."""
+    from atom_core.checkpoint import Checkpoint  # imports torch
+
+    for part in (values, of_text(values), values.get("vision_config") or {}):
+        if name := part.get("dtype") or part.get("torch_dtype"):
+            return str(name)
+    try:
+        stored = {tensor.dtype for tensor in Checkpoint.open(folder).tensors.values()}
+    except ValueError:  # check_checkpoint says what is wrong
+        stored = set()
+    return "float16" if stored == {"F16"} else "bfloat16"

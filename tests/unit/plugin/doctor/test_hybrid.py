@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config
 
@@ -41,6 +42,14 @@ def wrapper(tmp_path):
     return folder
 
 
+def with_values(folder, **values):
+    """A copy of the trained Qwen3.5 with other values in its configuration."""
+    shutil.copytree(DENSE, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    return folder
+
+
 def of_states(flags, *, folder=NEXT, target=GPU, environ=None):
     command = parse_command(f"vllm serve {folder} --model-impl atom {flags}".split())
     return list(check_states(folder, command, environ or {}, target))
@@ -66,6 +75,12 @@ def test_images_are_not_served_in_vllm(wrapper, flags):
 def test_the_text_of_a_checkpoint_with_images_is(wrapper, command):
     assert list(check_images(wrapper, parse_command(command.split()))) == []
     assert list(check_checkpoint(wrapper)) == []
+
+
+@pytest.mark.parametrize("command", ["vllm serve M --model-impl atom", "sglang serve M --enable-multimodal"])
+def test_a_checkpoint_of_text_alone_may_say_so(tmp_path, command):
+    folder = with_values(tmp_path / "model", text_config=None)
+    assert list(check_images(folder, parse_command(command.split()))) == []
 
 
 def test_images_are_not_served_in_sglang(wrapper):
@@ -141,6 +156,37 @@ def test_what_is_refused_is_told_by_name(flags, problem, remedy):
     (finding,) = of_states(flags)
     assert problem in finding.problem
     assert finding.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "vision", "in_halves"),
+    [
+        ("float16", None, None, True),
+        ("float16", "bfloat16", None, True),
+        ("bfloat16", "float16", None, False),
+        (None, "float16", "bfloat16", True),
+        (None, None, "float16", True),
+        (None, None, None, False),
+    ],
+)
+def test_states_have_the_dtype_of_the_whole_checkpoint_with_images(wrapper, whole, text, vision, in_halves):
+    values = json.loads((wrapper / "config.json").read_text())
+    for part, dtype in ((values, whole), (values["text_config"], text), (values["vision_config"], vision)):
+        part["dtype"] = dtype
+    (wrapper / "config.json").write_text(json.dumps(values))
+    found = of_states("--language-model-only", folder=wrapper)
+    assert ["in float16" in finding.problem for finding in found] == [True] * in_halves
+    assert of_states("--language-model-only --mamba-ssm-cache-dtype float32", folder=wrapper) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_states_have_the_dtype_of_files_whose_configuration_names_none(tmp_path, dtype):
+    folder = with_values(tmp_path / "model", dtype=None)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: it.to(dtype) for name, it in tensors.items()}, folder / "model.safetensors")
+    assert bool(of_states("", folder=folder)) == (dtype == torch.float16)
+    (folder / "model.safetensors").unlink()
+    assert of_states("", folder=folder) == []
 
 
 def test_vllms_attention_has_no_output_gate():
