@@ -16,17 +16,28 @@ from atom_plugin.doctor.checkpoint import read_model, said
 from atom_plugin.doctor.command import Command, expanded, is_off, is_on
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import SGLANG, VLLM
-from atom_plugin.doctor.speculation import Speculation
+from atom_plugin.doctor.speculation import Speculation, num_stages
 from atom_plugin.sglang import BACKEND, ROCM_BACKEND
 from atom_plugin.sglang.hybrids import OWN_LAYERS, interval_of, refused_with_own_drafts, refused_with_states
 from atom_plugin.vllm.flags import refused
-from atom_plugin.vllm.hybrids import BY_NGRAMS, NEWER_RUNNER_DRAFTS_BY_NGRAMS, ON_OLDER_RUNNER, Asked, refusals
+from atom_plugin.vllm.hybrids import (
+    BY_NGRAMS,
+    NEWER_RUNNER_DRAFTS_BY_NGRAMS,
+    ON_OLDER_RUNNER,
+    Asked,
+    refusals,
+    refused_stages,
+    stages_of,
+)
 
 if TYPE_CHECKING:
+    from atom_core.config import ModelConfig
     from atom_core.kernels.select import Target
 
 #: vLLM's variable that chooses a model runner. Without it vLLM takes the newer one where there is Triton.
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+#: vLLM's variable that says how many layers each pipeline stage has.
+_PARTITION = "VLLM_PP_LAYER_PARTITION"
 #: Other flags of SGLang's server arguments.
 _ALIASES = {"tp_size": ("--tensor-parallel-size", "--tp"), "pp_size": ("--pipeline-parallel-size", "--pp")}
 _OURS = (BACKEND, ROCM_BACKEND)
@@ -72,7 +83,8 @@ def check_states(folder: Path, command: Command, environ: Mapping[str, str], tar
         num_drafts=speculation.num_drafts,
         draft_method=speculation.method,
     )
-    for reason in refusals(asked):
+    reasons = (*refusals(asked), *_refused_stages(read[1], num_stages(command.flags), environ.get(_PARTITION)))
+    for reason in reasons:
         yield Finding.of(reason, VLLM.refused, f"Leave it out, or {VLLM.otherwise} for this model.")
 
 
@@ -136,6 +148,17 @@ def _is_older_runner(variable: str | None, target: Target, draft_method: str | N
     by_ngrams = vllm is not None and Version(vllm.version).release < NEWER_RUNNER_DRAFTS_BY_NGRAMS
     older = (*ON_OLDER_RUNNER, *(BY_NGRAMS if by_ngrams else ()))
     return target.kind == "cpu" or draft_method in older
+
+
+def _refused_stages(config: ModelConfig, count: int, partition: str | None) -> Iterable[str]:
+    from atom_core.config import AttentionConfig  # imports torch
+
+    full = [isinstance(layer.mixer, AttentionConfig) for layer in config.layers]
+    try:
+        stages = stages_of(len(full), count, partition)
+    except ValueError as error:
+        return (str(error),)
+    return refused_stages(full, stages)
 
 
 def _state_dtype(flags: Mapping[str, str], values: Mapping[str, Any], folder: Path) -> str:

@@ -59,7 +59,7 @@ class Speculation:
         return self.method is not None and (self.method == own_layers.METHOD or self.method.endswith("_mtp"))
 
 
-def stages_of(flags: Mapping[str, str]) -> int:
+def num_stages(flags: Mapping[str, str]) -> int:
     """The number of pipeline stages."""
     value = next((flags[name] for name in _STAGES if name in flags), "")
     return int(value) if value.isdecimal() else 1
@@ -79,7 +79,7 @@ def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
         return
     values, config = read
     asked = own_layers.Asked(
-        stages=stages_of(flags),
+        stages=num_stages(flags),
         ranks=tensor_parallel_size(command),
         draft_ranks=speculation.number("draft-tensor-parallel-size"),
         cache_dtype=flags.get("--kv-cache-dtype", "auto"),

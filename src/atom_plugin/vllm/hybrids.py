@@ -5,8 +5,9 @@ The adapter asks with what vLLM has made of a command, ``atom-plugin doctor`` wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from atom_plugin.common.states import MOST_DRAFTS, STATE_DTYPES
 
@@ -60,3 +61,47 @@ def refusals(asked: Asked) -> Iterator[str]:
             "--model-impl atom does not support draft models for models with linear attention, whose cache has groups "
             "of layers. Use mtp (if the checkpoint has layers for it), ngram or suffix, or leave --model-impl out."
         )
+
+
+def refused_stages(full: Sequence[bool], stages: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Each pipeline stage that such a model cannot have, and behind it what to do.
+
+    Args:
+        full: whether each layer has full attention.
+        stages: the first layer of each, and the one after its last.
+    """
+    for stage, (first, end) in enumerate(stages):
+        if not any(full[first:end]):
+            yield (
+                f"--pipeline-parallel-size {len(stages)} gives stage {stage} layers {first} to {end - 1}, none of "
+                "which has full attention, and vLLM lays out its cache by those. Use fewer stages, or "
+                "VLLM_PP_LAYER_PARTITION."
+            )
+
+
+def stages_of(num_layers: int, count: int, partition: str | None) -> list[tuple[int, int]]:
+    """How vLLM shares layers out over pipeline stages (its ``get_pp_indices``, which the adapter calls).
+
+    Args:
+        num_layers: of the model.
+        count: of stages.
+        partition: ``VLLM_PP_LAYER_PARTITION``.
+
+    Raises:
+        ValueError: the partition does not fit.
+    """
+    sizes = [num_layers // count] * count
+    for i in range(num_layers % count):
+        sizes[-i - 2] += 1  # of the last ones, but for the very last, which has the head
+    if partition is not None:
+        try:
+            sizes = [int(size) for size in partition.split(",")]
+        except ValueError:
+            sizes = []
+        if len(sizes) != count or sum(sizes) != num_layers:
+            raise ValueError(
+                f"VLLM_PP_LAYER_PARTITION={partition} does not share {num_layers} layers out over {count} stages. Give "
+                f"{count} numbers with that sum, and a comma between them, or unset it."
+            )
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends], ends, strict=False))

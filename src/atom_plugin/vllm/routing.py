@@ -35,7 +35,7 @@ from atom_plugin.common.versions import DISTRIBUTION, installed
 from atom_plugin.vllm import ARCHITECTURE_PREFIX, own_layers
 from atom_plugin.vllm.checkpoint_config import values_of, values_of_draft
 from atom_plugin.vllm.flags import DRAFT, EXCHANGES, OTHERWISE, OWNERS, refused, refused_by_value
-from atom_plugin.vllm.hybrids import Asked, refusals
+from atom_plugin.vllm.hybrids import Asked, refusals, refused_stages
 from atom_plugin.vllm.quantization import quantization_of
 from atom_plugin.vllm.routed_experts import returns_routed_experts
 
@@ -198,14 +198,10 @@ def _check_states(vllm_config: VllmConfig) -> None:
 
     stages = vllm_config.parallel_config.pipeline_parallel_size
     config = vllm_config.model_config.hf_text_config
-    kinds = config.layer_types[: config.num_hidden_layers]
-    for stage in range(stages):
-        first, end = get_pp_indices(len(kinds), stage, stages)
-        if "full_attention" not in kinds[first:end]:
-            raise ValueError(
-                f"--pipeline-parallel-size {stages} gives stage {stage} layers {first} to {end - 1}, none of which has "
-                "full attention, and vLLM lays out its cache by those. Use fewer stages, or VLLM_PP_LAYER_PARTITION."
-            )
+    full = [kind == "full_attention" for kind in config.layer_types[: config.num_hidden_layers]]
+    bounds = [get_pp_indices(len(full), stage, stages) for stage in range(stages)]
+    for reason in refused_stages(full, bounds):
+        raise ValueError(reason)
     cache, speculative = vllm_config.cache_config, vllm_config.speculative_config
     asked = Asked(
         on_vllms_attention=load_settings().disable_vllm_attention,

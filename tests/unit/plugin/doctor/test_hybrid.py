@@ -189,6 +189,36 @@ def test_states_have_the_dtype_of_files_whose_configuration_names_none(tmp_path,
     assert of_states("", folder=folder) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "partition", "stage"),
+    [
+        ("-pp 2", None, "--pipeline-parallel-size 2 gives stage 0 layers 0 to 1, none of which has full"),
+        ("--pipeline-parallel-size=3", None, "gives stage 0 layers 0 to 0"),
+        ("-pp 2", "3,1", "gives stage 0 layers 0 to 2"),
+        ("-pp 2", "1,2", "VLLM_PP_LAYER_PARTITION=1,2 does not share 4 layers out over 2 stages"),
+        ("-pp 2", "a", "VLLM_PP_LAYER_PARTITION=a does not"),
+        ("-pp 1", None, None),
+    ],
+)
+@pytest.mark.parametrize("folder", [NEXT, DENSE], ids=lambda folder: folder.name)
+def test_each_stage_needs_full_attention(folder, flags, partition, stage):
+    environ = {} if partition is None else {"VLLM_PP_LAYER_PARTITION": partition}
+    found = of_states(flags, folder=folder, environ=environ)
+    assert [finding.problem for finding in found if stage and stage in finding.problem] == [
+        it.problem for it in found[:1]
+    ]
+    assert bool(found) == (stage is not None)
+
+
+def test_stages_that_have_it(tmp_path):
+    kinds = ["linear_attention", "full_attention"] * 2
+    folder = with_values(tmp_path / "model", layer_types=kinds)
+    assert of_states("-pp 2", folder=folder) == []
+    assert [it.problem[:40] for it in of_states("-pp 3", folder=folder)] == ["--pipeline-parallel-size 3 gives stage 0"]
+    assert of_states("-pp 2", folder=folder, environ={"VLLM_PP_LAYER_PARTITION": "2,2"}) == []
+    assert len(of_states("-pp 2", folder=folder, environ={"VLLM_PP_LAYER_PARTITION": "1,3"})) == 1
+
+
 def test_vllms_attention_has_no_output_gate():
     (finding,) = of_states("", environ={"ATOM_DISABLE_VLLM_ATTENTION": "1"})
     assert "output gate" in finding.problem
