@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from atom_plugin.doctor.command import Command
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import VLLM, Framework
+from atom_plugin.doctor.overrides import overridden, overrides_of
 
 if TYPE_CHECKING:
     from atom_core.config import ModelConfig
 
 
-def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Framework = VLLM) -> Iterable[Finding]:
-    """Errors in `folder`: in its config, or weights whose headers do not fit the model."""
+def check_checkpoint(
+    folder: Path,
+    tensor_parallel_size: int = 1,
+    framework: Framework = VLLM,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterable[Finding]:
+    """Errors in `folder`: in its config, as `overrides` change it, or weights whose headers do not fit the model."""
     # These import torch, which other checks of the doctor do not need.
     from atom_core.checkpoint import config_of, read_config_json
     from atom_core.loading import check_files
@@ -34,7 +42,7 @@ def check_checkpoint(folder: Path, tensor_parallel_size: int = 1, framework: Fra
 
     findings = found(lambda: read_config_json(folder))
     if not findings:
-        values = config_of(folder)
+        values = overridden(config_of(folder), overrides, folder)
         if not MODELS.keys() & set(values.get("architectures") or ()):
             consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: read_model_config(values))
@@ -54,8 +62,8 @@ def said(check: Callable[[], object]) -> list[str]:
     return []
 
 
-def read_model(folder: Path) -> tuple[Mapping[str, Any], ModelConfig] | None:
-    """The values of ``config.json`` and what the core reads of them.
+def read_model(folder: Path, command: Command) -> tuple[Mapping[str, Any], ModelConfig] | None:
+    """The values of ``config.json``, as ``command`` changes them, and what the core reads of them.
 
     None: :func:`check_checkpoint` says what is wrong.
     """
@@ -63,7 +71,7 @@ def read_model(folder: Path) -> tuple[Mapping[str, Any], ModelConfig] | None:
     from atom_core.models.read_config import read_model_config
 
     try:
-        values = config_of(folder)
+        values = overridden(config_of(folder), overrides_of(command), folder)
         return values, read_model_config(values)
     except ValueError:
         return None

@@ -46,7 +46,7 @@ _STATE_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
 
 def check_images(folder: Path, command: Command) -> Iterable[Finding]:
     """A checkpoint with images whose command does not ask for its text alone."""
-    read = read_model(folder)
+    read = read_model(folder, command)
     if read is None or of_text(read[0]) is read[0]:
         return
     if command.framework is VLLM and not is_on(command.flags, "--language-model-only"):
@@ -70,7 +70,7 @@ def check_states(folder: Path, command: Command, environ: Mapping[str, str], tar
         environ: the variables that it sees.
         target: the device that it would run on.
     """
-    read = read_model(folder) if command.framework is VLLM else None
+    read = read_model(folder, command) if command.framework is VLLM else None
     if read is None or not read[1].has_states:
         return
     flags = dict(expanded(command.flags))
@@ -102,7 +102,7 @@ def check_sglang_drafts(folder: Path, command: Command, environ: Mapping[str, st
     from atom_core.models.registry import load_draft_class
     from atom_core.quant import read_quantization
 
-    read = read_model(folder) if command.framework is SGLANG else None
+    read = read_model(folder, command) if command.framework is SGLANG else None
     if read is None or not (read[1].has_states or read[1].has_mla):
         return
     given, (values, config) = ServerArguments(command), read

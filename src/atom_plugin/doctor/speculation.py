@@ -74,7 +74,7 @@ def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
     """
     flags = dict(expanded(command.flags))
     speculation = Speculation(flags)
-    read = read_model(folder) if command.framework is VLLM and speculation.is_by_own_layers else None
+    read = read_model(folder, command) if command.framework is VLLM and speculation.is_by_own_layers else None
     if read is None:
         return
     values, config = read
