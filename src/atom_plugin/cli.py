@@ -67,6 +67,7 @@ def doctor(
         findings += hybrid.check_images(model, examined)
         findings += hybrid.check_states(model, examined, environ, target)
         findings += speculation.check_own_layers(model, examined)
+        findings += hybrid.check_sglang_settings(model, examined, target)
         findings += hybrid.check_sglang_drafts(model, examined, environ)
 
     console = _console()

@@ -18,7 +18,14 @@ from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import SGLANG, VLLM
 from atom_plugin.doctor.speculation import Speculation, num_stages
 from atom_plugin.sglang import BACKEND, ROCM_BACKEND
-from atom_plugin.sglang.hybrids import OWN_LAYERS, interval_of, refused_with_own_drafts, refused_with_states
+from atom_plugin.sglang.hybrids import (
+    OWN_LAYERS,
+    check_data_parallel,
+    interval_of,
+    refused_in_configuration,
+    refused_with_own_drafts,
+    refused_with_states,
+)
 from atom_plugin.vllm.flags import refused
 from atom_plugin.vllm.hybrids import (
     BY_NGRAMS,
@@ -39,7 +46,12 @@ _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 #: vLLM's variable that says how many layers each pipeline stage has.
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 #: Other flags of SGLang's server arguments.
-_ALIASES = {"tp_size": ("--tensor-parallel-size", "--tp"), "pp_size": ("--pipeline-parallel-size", "--pp")}
+_ALIASES = {
+    "attn_dp_size": ("--attention-data-parallel-size",),
+    "dp_size": ("--data-parallel-size", "--dp"),
+    "tp_size": ("--tensor-parallel-size", "--tp"),
+    "pp_size": ("--pipeline-parallel-size", "--pp"),
+}
 _OURS = (BACKEND, ROCM_BACKEND)
 _STATE_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
 
@@ -53,12 +65,6 @@ def check_images(folder: Path, command: Command) -> Iterable[Finding]:
         row = refused("ModelConfig.multimodal_config")
         problem = f"{folder} is a checkpoint with images: atom-plugin does not support {row.what}."
         yield Finding(problem, VLLM.refused, row.instead)
-    if command.framework is SGLANG and is_on(command.flags, "--enable-multimodal"):
-        yield Finding(
-            f"--enable-multimodal: atom-plugin has only the text of {folder}.",
-            SGLANG.refused,
-            f"Leave it out, or {SGLANG.otherwise} for this model.",
-        )
 
 
 def check_states(folder: Path, command: Command, environ: Mapping[str, str], target: Target) -> Iterable[Finding]:
@@ -86,6 +92,28 @@ def check_states(folder: Path, command: Command, environ: Mapping[str, str], tar
     reasons = (*refusals(asked), *_refused_stages(read[1], num_stages(command.flags), environ.get(_PARTITION)))
     for reason in reasons:
         yield Finding.of(reason, VLLM.refused, f"Leave it out, or {VLLM.otherwise} for this model.")
+
+
+def check_sglang_settings(folder: Path, command: Command, target: Target) -> Iterable[Finding]:
+    """What SGLang's command asks for, and the model of a checkpoint does not support.
+
+    Args:
+        folder: the checkpoint.
+        command: of the server.
+        target: the device that it would run on, if the command names none.
+    """
+    read = read_model(folder, command) if command.framework is SGLANG else None
+    if read is None:
+        return
+    given, (values, config) = ServerArguments(command), read
+    # --enable-dp-attention with --dp-size is SGLang's older way to say --attn-dp-size.
+    dp_size = given.attn_dp_size or (given.dp_size if given.enable_dp_attention else None) or 1
+    reasons = said(lambda: check_data_parallel(config, given.tp_size or 1, dp_size))
+    if config.has_states:
+        has_images = of_text(values) is not values
+        reasons += refused_in_configuration(given, config.architecture, given.device or target.kind, has_images)
+    for reason in reasons:
+        yield Finding.of(reason, SGLANG.refused, f"Leave it out, or {SGLANG.otherwise} for this model.")
 
 
 def check_sglang_drafts(folder: Path, command: Command, environ: Mapping[str, str]) -> Iterable[Finding]:

@@ -14,7 +14,13 @@ from atom_core.models.registry import supported_architectures
 from atom_plugin.common.checkpoint_config import check_overrides
 from atom_plugin.sglang import our_backends
 from atom_plugin.sglang.checkpoint_config import file_of, is_hybrid, values_of
-from atom_plugin.sglang.hybrids import INTERVAL, interval_of, refused_with_states
+from atom_plugin.sglang.hybrids import (
+    INTERVAL,
+    interval_of,
+    keeps_prefixes_by_tokens,
+    refused_in_configuration,
+    refused_with_states,
+)
 
 
 def resolve_hybrid(server_args: Any) -> None:
@@ -47,29 +53,13 @@ def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
     """
     text, architecture = hf_config.get_text_config(), hf_config.architectures[0]
     result: dict[str, Any] = {}
-    if view.device == "cpu" and view.mamba_radix_cache_strategy == "auto":
-        # With overlap, or with pages, SGLang keeps states for prefixes in a way that it has for accelerators only.
-        result["disable_overlap_schedule"] = True
-        if (view.page_size or 1) > 1 and not view.disable_radix_cache:
-            raise ValueError(
-                f"--page-size {view.page_size} with prefix caching is not supported on a CPU for {architecture}: "
-                "SGLang keeps the states of prefixes by single tokens there. Leave it out, or add "
-                "--disable-radix-cache."
-            )
+    for reason in refused_in_configuration(view, architecture, view.device, text is not hf_config):
+        raise ValueError(reason)
+    if keeps_prefixes_by_tokens(view, view.device):
+        result["disable_overlap_schedule"] = True  # with overlap SGLang would not
     if text is not hf_config:
         given = json.loads(view.json_model_override_args)
         check_overrides("--json-model-override-args", given, file_of(hf_config), architecture)
-        if view.enable_multimodal:
-            raise ValueError(
-                f"atom-plugin has only the text of {architecture}: leave out --enable-multimodal, or unset "
-                "SGLANG_EXTERNAL_MODEL_PACKAGE."
-            )
-        if view.tokenizer_worker_num > 1:
-            raise ValueError(
-                f"--tokenizer-worker-num {view.tokenizer_worker_num} is not supported by atom-plugin for "
-                f"{architecture}: SGLang loads no plug-in in such workers, and images in a request would be left out "
-                "instead of refused. Leave it out."
-            )
         result["enable_multimodal"] = False
     values = values_of(hf_config)
     interval = interval_of(architecture, values.get("text_config", values))

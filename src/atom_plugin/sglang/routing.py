@@ -31,6 +31,7 @@ from atom_plugin.sglang.checkpoint_config import values_of
 from atom_plugin.sglang.flags import OTHERWISE, TABLE
 from atom_plugin.sglang.gpu_kernels import gpu_kernels
 from atom_plugin.sglang.hybrid import check_states, resolve_hybrid
+from atom_plugin.sglang.hybrids import check_data_parallel
 from atom_plugin.sglang.kernels import check_order
 from atom_plugin.sglang.padding import to_be_padded
 from atom_plugin.sglang.quantization import quantization_of
@@ -199,12 +200,7 @@ def _check_checkpoint(view: Any, server_args: Any, hf_config: Any) -> QuantConfi
     quant = quantization_of(hf_config, view.quantization)
     config = read_model_config(values_of(hf_config))
     check_routed_experts(view, config)
-    if view.attn_dp_size > 1 and not config.has_mixtures:
-        raise ValueError(
-            f"--attn-dp-size {view.attn_dp_size} (--enable-dp-attention) is for mixtures of experts, which it splits "
-            f"over all ranks, and {hf_config.architectures[0]} is not one: --dp-size {view.attn_dp_size} without it, "
-            f"and --tp-size {attention_ranks_of(view)}, serves it by ranks that need not wait for one another."
-        )
+    check_data_parallel(config, int(view.tp_size), int(view.attn_dp_size))
     check_files(
         to_be_padded(config, view, attention_ranks_of(view), quant),
         folder_to_check(view.model_path, view.revision, view.download_dir, view.load_format),

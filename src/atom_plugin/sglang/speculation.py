@@ -10,7 +10,7 @@ from atom_core.quant import QuantConfig
 from atom_plugin.common.hub import folder_to_check
 from atom_plugin.sglang import BACKEND, our_backends
 from atom_plugin.sglang.checkpoint_config import values_of
-from atom_plugin.sglang.hybrids import refused_with_own_drafts
+from atom_plugin.sglang.hybrids import attention_ranks, refused_with_own_drafts
 from atom_plugin.sglang.padding import to_be_padded
 
 #: SGLang's default of --speculative-eagle-topk for a head on a target of this architecture; 1 (a chain) for others.
@@ -18,17 +18,8 @@ TREES = {"LlamaForCausalLM": 4}
 
 
 def attention_ranks_of(view: Any) -> int:
-    """The number of ranks that share a request's attention: ``--tp-size`` divided by ``--attn-dp-size``.
-
-    Raises:
-        ValueError: it is not divisible.
-    """
-    ranks, dp = int(view.tp_size), int(view.attn_dp_size)
-    if dp < 1 or ranks % dp:
-        raise ValueError(
-            f"--attn-dp-size {dp} (--enable-dp-attention) does not divide --tp-size {ranks}, the number of ranks."
-        )
-    return ranks // dp
+    """See :func:`.hybrids.attention_ranks`."""
+    return attention_ranks(int(view.tp_size), int(view.attn_dp_size))
 
 
 def check_drafts(view: Any, attention: str, architecture: str) -> None:

@@ -496,7 +496,7 @@ CASES = {
         model="hybrid of odd layers",
     ),
     "images": Case(
-        ("has only the text of Qwen3_5ForConditionalGeneration: leave out --enable-multimodal",),
+        ("--enable-multimodal is not supported", "only the text of Qwen3_5ForConditionalGeneration"),
         ("--enable-multimodal",),
         model="hybrid with images",
     ),

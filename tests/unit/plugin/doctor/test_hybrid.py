@@ -16,7 +16,7 @@ from atom_plugin.common.versions import Installed
 from atom_plugin.doctor import hybrid
 from atom_plugin.doctor.checkpoint import check_checkpoint
 from atom_plugin.doctor.command import parse_command, tensor_parallel_size
-from atom_plugin.doctor.hybrid import check_images, check_sglang_drafts, check_states
+from atom_plugin.doctor.hybrid import check_images, check_sglang_drafts, check_sglang_settings, check_states
 from tests.unit.plugin.installed import add_distribution, run_cli
 
 CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
@@ -77,16 +77,60 @@ def test_the_text_of_a_checkpoint_with_images_is(wrapper, command):
     assert list(check_checkpoint(wrapper)) == []
 
 
-@pytest.mark.parametrize("command", ["vllm serve M --model-impl atom", "sglang serve M --enable-multimodal"])
+@pytest.mark.parametrize("command", ["vllm serve M --model-impl atom", "sglang serve M"])
 def test_a_checkpoint_of_text_alone_may_say_so(tmp_path, command):
     folder = with_values(tmp_path / "model", text_config=None)
     assert list(check_images(folder, parse_command(command.split()))) == []
 
 
-def test_images_are_not_served_in_sglang(wrapper):
-    (finding,) = check_images(wrapper, parse_command(f"sglang serve {wrapper} --enable-multimodal".split()))
-    assert "--enable-multimodal: atom-plugin has only the text" in finding.problem
+def settings_of(flags, folder, target=CPU):
+    return list(check_sglang_settings(folder, parse_command(f"sglang serve {folder} {flags}".split()), target))
+
+
+@pytest.mark.parametrize("flag", ["--enable-multimodal", "--tokenizer-worker-num 2"])
+def test_images_are_not_served_in_sglang(wrapper, flag):
+    (finding,) = settings_of(flag, wrapper)
+    assert finding.problem.startswith(f"{flag} is not supported")
+    assert finding.remedy.startswith("Leave it out")
     assert finding.consequence == "SGLang, asked for our models, refuses to start."
+    assert settings_of("--tokenizer-worker-num 1", wrapper) == []
+    assert settings_of(flag, DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "target", "refused"),
+    [
+        ("--page-size 16", CPU, True),
+        ("--page-size 16 --device cpu", GPU, True),
+        ("--page-size 16", GPU, False),
+        ("--page-size 16 --disable-radix-cache", CPU, False),
+        ("--page-size 1", CPU, False),
+        ("--page-size 16 --mamba-radix-cache-strategy no_buffer", CPU, False),
+    ],
+)
+def test_pages_of_states_on_a_cpu_in_sglang(flags, target, refused):
+    assert ["--page-size 16 with prefix" in it.problem for it in settings_of(flags, DENSE, target)] == [True] * refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder", "problem"),
+    [
+        ("--tp 2 --attn-dp-size 2", DENSE, "is for mixtures of experts"),
+        ("--tp 2 --enable-dp-attention --dp 2", CHECKPOINTS / "llama", "is for mixtures of experts"),
+        ("--tp 2 --dp 2", DENSE, None),
+        ("--tp 2 --attn-dp-size 2", NEXT, None),
+        ("--tp 3 --attn-dp-size 2", NEXT, "does not divide --tp-size 3"),
+    ],
+)
+def test_requests_shared_out_over_ranks_in_sglang(flags, folder, problem):
+    assert [problem in finding.problem for finding in settings_of(flags, folder)] == [True] * (problem is not None)
+
+
+def test_a_draft_without_quantisation_of_its_own_in_sglang():
+    flags = f"{NEXTN} 3 --speculative-draft-model-quantization"
+    assert of_sglang(f"{flags} unquant") == []
+    (finding,) = of_sglang(f"{flags} fp8")
+    assert "--speculative-draft-model-quantization fp8" in finding.problem
 
 
 @pytest.mark.parametrize("target", [CPU, GPU], ids=str)
