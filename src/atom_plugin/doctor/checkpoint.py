@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from atom_plugin.doctor.command import Command
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import VLLM, Framework
-from atom_plugin.doctor.overrides import overridden, overrides_of
+from atom_plugin.doctor.overrides import check_place, overridden, overrides_of
 
 if TYPE_CHECKING:
     from atom_core.config import ModelConfig
@@ -40,7 +40,7 @@ def check_checkpoint(
             return [Finding(f"{folder}: {error}", consequence, remedy)]
         return []
 
-    findings = found(lambda: read_config_json(folder))
+    findings = found(lambda: read_config_json(folder)) or found(lambda: check_place(framework, overrides, folder))
     if not findings:
         values = overridden(config_of(folder), overrides, folder)
         if not MODELS.keys() & set(values.get("architectures") or ()):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atom_plugin.doctor.command import Command
-from atom_plugin.doctor.framework import SGLANG, VLLM
+from atom_plugin.doctor.framework import SGLANG, VLLM, Framework
 
 _FLAGS = {VLLM.package: "--hf-overrides", SGLANG.package: "--json-model-override-args"}
 #: Keys that the framework reads for itself, and those that have no effect there.
@@ -48,6 +48,24 @@ def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any], folder: 
     except ModuleNotFoundError:  # huggingface_hub comes with the frameworks
         return changed
     return config_values(changed, file_values(str(folder)))
+
+
+def check_place(framework: Framework, overrides: Mapping[str, Any], folder: Path) -> None:
+    """Check that ``overrides`` of a multimodal checkpoint's language model are where it is read.
+
+    Raises:
+        ValueError: see :func:`atom_plugin.common.checkpoint_config.check_overrides`.
+    """
+    from atom_core.checkpoint import read_config_json  # imports torch
+    from atom_core.models.registry import MODELS
+
+    try:
+        from atom_plugin.common.checkpoint_config import check_overrides
+    except ModuleNotFoundError:  # huggingface_hub comes with the frameworks
+        return
+    file = read_config_json(folder)
+    for architecture in MODELS.keys() & set(file.get("architectures") or ()):
+        check_overrides(_FLAGS[framework.package], overrides, file, architecture)
 
 
 def _parsed(value: str) -> Any:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atom_core.language_model import of_text
+from atom_core.models.registry import DRAFTS
 from atom_plugin.common.load_formats import UNCHECKED_FORMATS
 from atom_plugin.doctor.checkpoint import read_model, said
 from atom_plugin.doctor.command import Command, expanded, tensor_parallel_size
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import VLLM
 from atom_plugin.vllm import own_layers
+
+if TYPE_CHECKING:
+    from atom_core.config import ModelConfig
 
 _FLAG = "--speculative-config"
 _STAGES = ("--pipeline-parallel-size", "-pp")
@@ -55,7 +59,13 @@ class Speculation:
 
     @property
     def is_by_own_layers(self) -> bool:
-        """Whether the checkpoint's own layers draft; vLLM has older names for that, such as ``qwen3_next_mtp``."""
+        """Whether a checkpoint's own layers draft; vLLM has older names for that, such as ``qwen3_next_mtp``.
+
+        vLLM drafts by those of a model that has some, too, where a draft model was asked for.
+        """
+        if self.method in ("", "draft_model"):
+            folder = Path(self.field("model") or "")
+            return (folder / "config.json").is_file() and bool(DRAFTS.keys() & set(_architectures(folder)))
         return self.method is not None and (self.method == own_layers.METHOD or self.method.endswith("_mtp"))
 
 
@@ -63,6 +73,15 @@ def num_stages(flags: Mapping[str, str]) -> int:
     """The number of pipeline stages."""
     value = next((flags[name] for name in _STAGES if name in flags), "")
     return int(value) if value.isdecimal() else 1
+
+
+def _architectures(folder: Path) -> list[str]:
+    from atom_core.checkpoint import read_config_json  # imports torch
+
+    try:
+        return list(read_config_json(folder).get("architectures") or ())
+    except ValueError:
+        return []
 
 
 def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
@@ -90,7 +109,7 @@ def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
     reasons = [*own_layers.refusals(asked)]
     drafts = Path(speculation.field("model") or folder)
     if drafts.is_dir():
-        reasons += said(lambda: _check_layers(drafts, config.architecture, asked, speculation.num_drafts))
+        reasons += said(lambda: _check_layers(drafts, config, asked, speculation.num_drafts))
     for reason in reasons:
         yield Finding.of(reason, VLLM.refused, f"Leave {_FLAG} out, or {VLLM.otherwise} for this model.")
 
@@ -100,8 +119,8 @@ def _says_cache_dtype(flags: Mapping[str, str], values: Mapping[str, Any]) -> bo
     return "--kv-cache-dtype" in flags or "quantization_config" not in of_text(values)
 
 
-def _check_layers(folder: Path, architecture: str, asked: own_layers.Asked, num_drafts: int) -> None:
-    """Compare the layers to draft with that ``config.json`` counts with those in the files.
+def _check_layers(folder: Path, target: ModelConfig, asked: own_layers.Asked, num_drafts: int) -> None:
+    """Compare the layers to draft with that ``config.json`` counts with those in the files, and with the target.
 
     Raises:
         ValueError: they do not fit.
@@ -111,8 +130,10 @@ def _check_layers(folder: Path, architecture: str, asked: own_layers.Asked, num_
     from atom_core.models.registry import load_draft_class
     from atom_core.quant import read_quantization
 
-    draft, values = load_draft_class(architecture), config_of(folder)
-    config, key = draft.from_hf(values), draft.count_key
+    draft, values = load_draft_class(target.architecture), config_of(folder)
+    own_layers.check_architecture(str(folder), values, target.architecture)
+    config, key = draft.from_hf({**values, "architectures": [target.architecture]}), draft.count_key
+    own_layers.check_sizes(str(folder), config, target)
     if of_text(values).get(key, config.num_layers) is None:
         raise ValueError(
             f"{key} is null in {folder / 'config.json'}, and vLLM takes a number alone. Set it to how many layers to "

@@ -57,3 +57,13 @@ def test_parts_keep_their_other_keys_and_rope_its_base():
     changed = overridden(values, {"rope_parameters": rope}, DENSE)
     assert changed["rope_parameters"] == rope
     assert changed["rope_theta"] == json.loads((DENSE / "config.json").read_text())["rope_parameters"]["rope_theta"]
+
+
+def test_a_key_of_the_language_model_outside_text_config_is_found(tmp_path):
+    text = json.loads((DENSE / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    command = parse_command([*VLLM.split(), '{"rope_scaling":{"rope_type":"yarn"}}'])
+    (finding,) = check_checkpoint(tmp_path, framework=command.framework, overrides=overrides_of(command))
+    assert "--hf-overrides gives rope_scaling outside text_config" in finding.problem
+    assert 'Write {"text_config": {"rope_scaling": {"rope_type": "yarn"}}}' in finding.problem

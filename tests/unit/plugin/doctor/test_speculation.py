@@ -105,3 +105,21 @@ def test_settings_beside_them(flags, problem):
     (finding,) = found(flags, CHECKPOINTS / "qwen3_5")
     assert f"does not support multi-token prediction (method 'mtp') with {problem}" in finding.problem
     assert finding.remedy == "Leave one of them out."
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model", None])
+def test_layers_of_another_model(tmp_path, method):
+    """vLLM drafts by them, whatever was asked for."""
+    small = changed(tmp_path / "small", "qwen3_5", hidden_size=32)
+    for folder, differs in (
+        (small, "its hidden_size is 32"),
+        (CHECKPOINTS / "qwen3_next", "its architecture is Qwen3Ne"),
+    ):
+        given = {"model": str(folder), "num_speculative_tokens": 2} | ({"method": method} if method else {})
+        (finding,) = found(f"--speculative-config={json.dumps(given, separators=(',', ':'))}", CHECKPOINTS / "qwen3_5")
+        assert f"{folder}, which does not fit the target: {differs}" in finding.problem
+
+
+def test_a_draft_model_without_such_layers_is_not_asked():
+    given = {"model": str(CHECKPOINTS / "llama"), "method": "draft_model", "num_speculative_tokens": 2}
+    assert found(f"--speculative-config={json.dumps(given, separators=(',', ':'))}", CHECKPOINTS / "qwen3_5") == []
