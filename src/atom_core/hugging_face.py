@@ -158,7 +158,9 @@ def _indexed(directory: Path) -> Iterator[Path]:
     with TemporaryDirectory() as made:
         folder = Path(made)
         for file in {*directory.glob("*.json"), *(info.file for info in tensors.values())}:
-            (folder / file.name).symlink_to(file.resolve())
+            # Links of a cache to files that an interrupted download lacks are left out: an index may be one.
+            if file.name != INDEX and file.exists():
+                (folder / file.name).symlink_to(file.resolve())
         index = {"metadata": {}, "weight_map": {name: info.file.name for name, info in tensors.items()}}
         (folder / INDEX).write_text(dumps(index))
         yield folder

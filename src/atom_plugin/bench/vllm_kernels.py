@@ -303,6 +303,8 @@ def fp8_block_linear(
     with _importing("vLLM's FP8 products"):
         from vllm.model_executor.layers.quantization.utils import fp8_utils
         from vllm.utils import deep_gemm, flashinfer
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        raise Unavailable("vLLM's FP8 products in blocks have other scales on GPUs other than Hopper")
     if dtype != torch.bfloat16 or out_features % 64:
         raise Unavailable(
             f"DeepGEMM has outputs in bfloat16 and in multiples of 64, not {out_features} of them in {dtype}"

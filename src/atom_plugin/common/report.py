@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atom_core.kernels.greedy_tokens import GREEDY_TOKENS
+from atom_core.kernels.request_pages import REQUEST_PAGES
+
 if TYPE_CHECKING:
     from atom_core.kernels.select import Choice
     from atom_core.runtime import Runtime
+
+#: Ops that samplers and attention backends use once the model is built.
+_NO_LAYERS = (GREEDY_TOKENS.name, REQUEST_PAGES.name)
 
 
 def startup_table(framework: str, model_class: str, attention_class: str, runtime: Runtime) -> str:
@@ -28,6 +34,8 @@ def startup_table(framework: str, model_class: str, attention_class: str, runtim
     ]
     found = kernel_lines(kernels.choices())
     for op, wanted in kernels.unused().items():
+        if op in _NO_LAYERS:
+            continue
         asked_by = kernels.asked_by.get(op, "ATOM_KERNELS")
         found.append(f"{op:<19} {'-':<11} {asked_by} asks for {wanted}; no layer of this model uses it here")
     return "\n".join([*lines, *(f"    {line}" for line in found)])

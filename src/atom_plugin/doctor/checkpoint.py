@@ -42,7 +42,7 @@ def check_checkpoint(
 
     findings = found(lambda: read_config_json(folder)) or found(lambda: check_place(framework, overrides, folder))
     if not findings:
-        values = overridden(config_of(folder), overrides, folder)
+        values = overridden(config_of(folder), overrides, folder, framework)
         if not MODELS.keys() & set(values.get("architectures") or ()):
             consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: read_model_config(values))
@@ -71,7 +71,7 @@ def read_model(folder: Path, command: Command) -> tuple[Mapping[str, Any], Model
     from atom_core.models.read_config import read_model_config
 
     try:
-        values = overridden(config_of(folder), overrides_of(command), folder)
+        values = overridden(config_of(folder), overrides_of(command), folder, command.framework or VLLM)
         return values, read_model_config(values)
     except ValueError:
         return None

@@ -52,6 +52,7 @@ _ALIASES = {
     "tp_size": ("--tensor-parallel-size", "--tp"),
     "pp_size": ("--pipeline-parallel-size", "--pp"),
 }
+_NUMBERS = (*_ALIASES, "page_size", "tokenizer_worker_num")
 _OURS = (BACKEND, ROCM_BACKEND)
 _STATE_DTYPE = "SGLANG_MAMBA_SSM_DTYPE"
 
@@ -164,9 +165,11 @@ class ServerArguments:
         if value is None:
             return None
         try:
-            return json.loads(value) if value else True
+            read = json.loads(value) if value else True
         except ValueError:
-            return value
+            read = value
+        # SGLang's own parser refuses a number that is none.
+        return None if name in _NUMBERS and not isinstance(read, int) else read
 
 
 def _is_older_runner(variable: str | None, target: Target, draft_method: str | None) -> bool:
@@ -205,7 +208,9 @@ def _dtype_of(values: Mapping[str, Any], folder: Path) -> str:
     """A checkpoint's dtype as vLLM reads it: what the whole configuration says, then its parts, then the files."""
     from atom_core.checkpoint import Checkpoint  # imports torch
 
-    for part in (values, of_text(values), values.get("vision_config") or {}):
+    for part in (values, of_text(values), values.get("vision_config")):
+        if not isinstance(part, Mapping):
+            continue
         if name := part.get("dtype") or part.get("torch_dtype"):
             return str(name)
     try:

@@ -14,6 +14,10 @@ _FLAGS = {VLLM.package: "--hf-overrides", SGLANG.package: "--json-model-override
 #: Keys that the framework reads for itself, and those that have no effect there.
 _NOT_OURS = {VLLM.package: ("head_dtype", "dtype", "torch_dtype"), SGLANG.package: ("enable_lm_head_fp32",)}
 
+#: Configurations within one. They keep the keys that an override leaves out; in vLLM so do objects in them, such as
+#: those of rope. Of other objects SGLang keeps them in these two alone, vLLM in none.
+_PARTS, _ROPE = ("text_config", "vision_config"), ("rope_scaling", "rope_parameters")
+
 
 def overrides_of(command: Command) -> dict[str, Any]:
     """The keys of ``config.json`` that a command sets for the model; none if its JSON cannot be read."""
@@ -28,26 +32,44 @@ def overrides_of(command: Command) -> dict[str, Any]:
             *outer, key = path.replace("-", "_").split(".")
             inner = result
             for each in outer:
-                inner = inner.setdefault(each, {})
+                if not isinstance(inner.get(each), dict):
+                    inner[each] = {}
+                inner = inner[each]
             inner[key] = _parsed(value)
     return {key: value for key, value in result.items() if key not in _NOT_OURS[command.framework.package]}
 
 
-def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def overridden(
+    values: Mapping[str, Any], overrides: Mapping[str, Any], folder: Path, framework: Framework
+) -> dict[str, Any]:
     """``values`` of the configuration in ``folder``, with ``overrides``, as the adapters read them from a server's."""
     if not overrides:
         return dict(values)
     changed = dict(values)
     for key, value in overrides.items():
         before = values.get(key)
-        is_part = key.endswith("_config") and isinstance(value, Mapping) and isinstance(before, Mapping)
-        # A part keeps its other keys. Other objects, as those of rope, are replaced.
-        changed[key] = {**before, **value} if is_part and before is not None else value
+        if not isinstance(before, Mapping) or not isinstance(value, Mapping):
+            changed[key] = value
+        elif key in _PARTS and framework is VLLM:
+            changed[key] = _merged(before, value)
+        elif key in _PARTS or (key in _ROPE and framework is SGLANG):
+            changed[key] = {**before, **value}
+        else:
+            changed[key] = value
     try:
         from atom_plugin.common.checkpoint_config import config_values, file_values
     except ModuleNotFoundError:  # huggingface_hub comes with the frameworks
         return changed
     return config_values(changed, file_values(str(folder)))
+
+
+def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(before)
+    for key, value in changes.items():
+        inner = before.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        result[key] = _merged(inner, value) if both and inner is not None else value
+    return result
 
 
 def check_place(framework: Framework, overrides: Mapping[str, Any], folder: Path) -> None:

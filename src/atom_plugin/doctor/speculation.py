@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atom_core.language_model import of_text
-from atom_core.models.registry import DRAFTS
+from atom_core.models.registry import DRAFTS, MODELS
 from atom_plugin.common.load_formats import UNCHECKED_FORMATS
 from atom_plugin.doctor.checkpoint import read_model, said
 from atom_plugin.doctor.command import Command, expanded, tensor_parallel_size
@@ -45,9 +45,20 @@ class Speculation:
 
     @property
     def method(self) -> str | None:
-        """The method, "" if the command leaves it to vLLM; None: nothing is drafted."""
-        method = self.field("method")
-        return "" if method is None and any(name.startswith(_FLAG) for name in self._flags) else method
+        """The method as vLLM takes it, "" if only vLLM can tell; None: nothing is drafted.
+
+        It drafts by the layers for multi-token prediction of a model that has some, also where a draft model was asked
+        for, and has older names for that, such as ``qwen3_next_mtp``.
+        """
+        method = self.field("method") or ""
+        if not any(name.startswith(_FLAG) or name in _SHORT.values() for name in self._flags):
+            return None
+        if method.endswith("_mtp"):
+            return own_layers.METHOD
+        names = _architectures(Path(self.field("model") or "")) if method in ("", "draft_model") else []
+        if DRAFTS.keys() & set(names):
+            return own_layers.METHOD
+        return "draft_model" if MODELS.keys() & set(names) else method
 
     @property
     def num_drafts(self) -> int:
@@ -57,27 +68,18 @@ class Speculation:
             count = self.number("suffix-decoding-max-tree-depth") or _SUFFIX_DEPTH
         return count or 0
 
-    @property
-    def is_by_own_layers(self) -> bool:
-        """Whether a checkpoint's own layers draft; vLLM has older names for that, such as ``qwen3_next_mtp``.
-
-        vLLM drafts by those of a model that has some, too, where a draft model was asked for.
-        """
-        if self.method in ("", "draft_model"):
-            folder = Path(self.field("model") or "")
-            return (folder / "config.json").is_file() and bool(DRAFTS.keys() & set(_architectures(folder)))
-        return self.method is not None and (self.method == own_layers.METHOD or self.method.endswith("_mtp"))
-
 
 def num_stages(flags: Mapping[str, str]) -> int:
     """The number of pipeline stages."""
     value = next((flags[name] for name in _STAGES if name in flags), "")
-    return int(value) if value.isdecimal() else 1
+    return max(1, int(value)) if value.isdecimal() else 1
 
 
 def _architectures(folder: Path) -> list[str]:
     from atom_core.checkpoint import read_config_json  # imports torch
 
+    if not (folder / "config.json").is_file():
+        return []
     try:
         return list(read_config_json(folder).get("architectures") or ())
     except ValueError:
@@ -93,7 +95,9 @@ def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
     """
     flags = dict(expanded(command.flags))
     speculation = Speculation(flags)
-    read = read_model(folder, command) if command.framework is VLLM and speculation.is_by_own_layers else None
+    read = (
+        read_model(folder, command) if command.framework is VLLM and speculation.method == own_layers.METHOD else None
+    )
     if read is None:
         return
     values, config = read
@@ -109,7 +113,8 @@ def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
     reasons = [*own_layers.refusals(asked)]
     drafts = Path(speculation.field("model") or folder)
     if drafts.is_dir():
-        reasons += said(lambda: _check_layers(drafts, config, asked, speculation.num_drafts))
+        others = said(lambda: _check_layers(drafts, config, asked, speculation.num_drafts))
+        reasons += others if drafts == folder else [f"{drafts}: {reason}" for reason in others]
     for reason in reasons:
         yield Finding.of(reason, VLLM.refused, f"Leave {_FLAG} out, or {VLLM.otherwise} for this model.")
 

@@ -49,7 +49,8 @@ def overrides(view: Any, hf_config: Any) -> dict[str, Any]:
         hf_config: of the model, as SGLang reads it.
 
     Raises:
-        ValueError: SGLang cannot express which layers have full attention, or images are asked for.
+        ValueError: SGLang cannot express which layers have full attention, an override is where nothing reads it, or
+            see :func:`.hybrids.refused_in_configuration`.
     """
     text, architecture = hf_config.get_text_config(), hf_config.architectures[0]
     result: dict[str, Any] = {}

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atom_core.config import ModelConfig
 from atom_core.models.registry import DRAFTS, MODELS
 from atom_plugin.common.load_formats import SHARDED_STATE
+
+if TYPE_CHECKING:
+    from atom_core.config import ModelConfig
 
 #: The speculative method of such drafts.
 METHOD = "mtp"
@@ -93,7 +95,8 @@ def check_sizes(folder: str, draft: ModelConfig, target: ModelConfig) -> None:
 
 def _misfit(folder: str, differs: str) -> str:
     return (
-        f"--speculative-config names {folder}, which does not fit the target: {differs}. vLLM drafts by this model's "
-        f"layers for multi-token prediction (method {METHOD!r}), which take the target's hidden states, embedding and "
-        "head. Leave the model out to draft by the target's own layers, or use ngram or suffix."
+        f"--speculative-config drafts by the layers of {folder}, which do not fit the target: {differs}. vLLM drafts "
+        f"by a model's layers for multi-token prediction (method {METHOD!r}) where it has some. They take the target's "
+        "hidden states, embedding and head, and --hf-overrides changes the target alone. Draft by the target's own "
+        "layers, as its config.json has them, or use ngram or suffix."
     )

@@ -55,7 +55,9 @@ def configure(target: Path | str, **speculative: Any) -> VllmConfig:
     ],
 )
 def test_another_model_is_refused(folders: Mapping[str, Path], method: str, draft: str, differs: str) -> None:
-    with pytest.raises(ValueError, match=f"{folders[draft]}, which does not fit the target: {differs}. vLLM drafts by"):
+    with pytest.raises(
+        ValueError, match=f"layers of {folders[draft]}, which do not fit the target: {differs}. vLLM drafts"
+    ):
         configure(folders["qwen3_5"], method=method, model=str(folders[draft]))
 
 

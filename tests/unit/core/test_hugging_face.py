@@ -96,6 +96,16 @@ def test_shards_are_read_with_an_index_and_without(directory, name, indexed):
     assert sorted(path.name for path in directory.iterdir()) == before, "the folder is left as it was"
 
 
+def test_an_index_that_was_not_downloaded_is_not_written(directory, tmp_path):
+    """A cache has a link to it, which names no file yet."""
+    (directory / SINGLE_FILE).rename(directory / "model-00001-of-00001.safetensors")
+    missing = tmp_path / "blob"
+    (directory / INDEX).symlink_to(missing)
+    (directory / "other.json").symlink_to(tmp_path / "another")
+    assert compare(directory).passed
+    assert not missing.exists()
+
+
 def test_shards_without_an_index_and_other_files_need_no_more_than_config_json(directory):
     (directory / "generation_config.json").unlink(missing_ok=True)
     (directory / SINGLE_FILE).rename(directory / "model-00001-of-00001.safetensors")

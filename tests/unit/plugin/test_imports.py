@@ -29,6 +29,12 @@ def test_imports_nothing_heavy(module):
     assert result.stdout.split() == []
 
 
+def test_the_command_line_starts_without_torch():
+    """It has rich and typer; `--help` and tables of flags need no more."""
+    result = run_python("-c", "import sys, atom_plugin.cli; print({'torch', 'vllm', 'sglang'} & set(sys.modules))")
+    assert (result.returncode, result.stdout.strip()) == (0, "set()"), result.stderr
+
+
 @pytest.mark.parametrize("function", ["register_platform", "register_models"])
 def test_switched_off_not_even_vllm_is_imported(function):
     code = f"import sys; from atom_plugin.vllm import {function}; print({function}(), 'vllm' in sys.modules)"

@@ -120,6 +120,7 @@ def test_pages_of_states_on_a_cpu_in_sglang(flags, target, refused):
         ("--tp 2 --dp 2", DENSE, None),
         ("--tp 2 --attn-dp-size 2", NEXT, None),
         ("--tp 3 --attn-dp-size 2", NEXT, "does not divide --tp-size 3"),
+        ("--tp two --attn-dp-size x", NEXT, None),
     ],
 )
 def test_requests_shared_out_over_ranks_in_sglang(flags, folder, problem):
@@ -131,6 +132,14 @@ def test_a_draft_without_quantisation_of_its_own_in_sglang():
     assert of_sglang(f"{flags} unquant") == []
     (finding,) = of_sglang(f"{flags} fp8")
     assert "--speculative-draft-model-quantization fp8" in finding.problem
+
+
+@pytest.mark.parametrize(("draft", "problem"), [("qwen3_5", None), ("llama", "does not support draft models")])
+@pytest.mark.parametrize("method", ["--spec-method draft_model", ""])
+def test_a_draft_model_whose_layers_draft_is_none(method, draft, problem):
+    """vLLM's method is mtp then, whatever was asked for."""
+    flags = f"--no-enable-prefix-caching {method} --spec-model {CHECKPOINTS / draft} --spec-tokens 1"
+    assert [problem in finding.problem for finding in of_states(flags, folder=DENSE)] == [True] * (problem is not None)
 
 
 @pytest.mark.parametrize("target", [CPU, GPU], ids=str)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from atom_plugin.doctor import framework as frameworks
 from atom_plugin.doctor.checkpoint import check_checkpoint, read_model
 from atom_plugin.doctor.command import parse_command
 from atom_plugin.doctor.overrides import overridden, overrides_of
@@ -47,14 +48,15 @@ def test_the_configuration_counts_as_it_is_changed(server):
         assert (read_model(DENSE, command) is None) == (problem is not None)
 
 
-def test_parts_keep_their_other_keys_and_rope_its_base():
+@pytest.mark.parametrize("framework", [frameworks.VLLM, frameworks.SGLANG])
+def test_parts_keep_their_other_keys_and_rope_its_base(framework):
     values = {"text_config": {"a": 1, "b": 2}, "rope_parameters": {"rope_theta": 5.0}}
-    assert overridden(values, {}, DENSE) == values
-    changed = overridden(values, {"text_config": {"b": 3}, "c": 4}, DENSE)
+    assert overridden(values, {}, DENSE, framework) == values
+    changed = overridden(values, {"text_config": {"b": 3}, "c": 4}, DENSE, framework)
     assert changed["text_config"] == {"a": 1, "b": 3}
     assert changed["c"] == 4
     rope = {"rope_type": "yarn", "factor": 4.0}
-    changed = overridden(values, {"rope_parameters": rope}, DENSE)
+    changed = overridden(values, {"rope_parameters": rope}, DENSE, frameworks.VLLM)
     assert changed["rope_parameters"] == rope
     assert changed["rope_theta"] == json.loads((DENSE / "config.json").read_text())["rope_parameters"]["rope_theta"]
 
@@ -67,3 +69,22 @@ def test_a_key_of_the_language_model_outside_text_config_is_found(tmp_path):
     (finding,) = check_checkpoint(tmp_path, framework=command.framework, overrides=overrides_of(command))
     assert "--hf-overrides gives rope_scaling outside text_config" in finding.problem
     assert 'Write {"text_config": {"rope_scaling": {"rope_type": "yarn"}}}' in finding.problem
+
+
+def test_objects_are_merged_where_the_framework_does():
+    """vLLM merges below a configuration within, SGLang rope at the top; each replaces the others."""
+    before = {"rope_type": "yarn", "factor": 4.0}
+    values = {"rope_scaling": before, "text_config": {"rope_scaling": before}, "quantization_config": {"a": 1}}
+    change = {"beta_fast": 16}
+    both = {**before, **change}
+    for framework, outer, inner in ((frameworks.VLLM, change, both), (frameworks.SGLANG, both, change)):
+        changes = {"rope_scaling": change, "text_config": {"rope_scaling": change}, "quantization_config": {"b": 2}}
+        changed = overridden(values, changes, Path("nowhere"), framework)
+        assert changed["rope_scaling"] == outer
+        assert changed["text_config"]["rope_scaling"] == inner
+        assert changed["quantization_config"] == {"b": 2}
+
+
+def test_a_dotted_override_of_what_is_no_object():
+    command = f'{VLLM} {{"rope_parameters":null}} --hf-overrides.rope_parameters.rope_type yarn'
+    assert overrides_of(parse_command(command.split())) == {"rope_parameters": {"rope_type": "yarn"}}

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atom_plugin.doctor.command import parse_command
-from atom_plugin.doctor.speculation import check_own_layers
+from atom_plugin.doctor.speculation import Speculation, check_own_layers, num_stages
 
 CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
 OWN = ("deepseek_v3", "qwen3_5", "qwen3_next")
@@ -117,9 +117,30 @@ def test_layers_of_another_model(tmp_path, method):
     ):
         given = {"model": str(folder), "num_speculative_tokens": 2} | ({"method": method} if method else {})
         (finding,) = found(f"--speculative-config={json.dumps(given, separators=(',', ':'))}", CHECKPOINTS / "qwen3_5")
-        assert f"{folder}, which does not fit the target: {differs}" in finding.problem
+        assert f"by the layers of {folder}, which do not fit the target: {differs}" in finding.problem
 
 
 def test_a_draft_model_without_such_layers_is_not_asked():
     given = {"model": str(CHECKPOINTS / "llama"), "method": "draft_model", "num_speculative_tokens": 2}
     assert found(f"--speculative-config={json.dumps(given, separators=(',', ':'))}", CHECKPOINTS / "qwen3_5") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"),
+    [
+        ("", None),
+        (f"--spec-model {CHECKPOINTS / 'llama'} --spec-tokens 3", "draft_model"),
+        (f"--spec-model {CHECKPOINTS / 'qwen3_5'} --spec-tokens 3", "mtp"),
+        (f"--spec-method draft_model --spec-model {CHECKPOINTS / 'qwen3_5'} --spec-tokens 3", "mtp"),
+        ("--spec-model some/name --spec-tokens 3", ""),
+        ("--spec-method qwen3_next_mtp --spec-tokens 3", "mtp"),
+        ("--spec-method ngram --spec-tokens 3", "ngram"),
+    ],
+)
+def test_the_method_is_vllms(flags, method):
+    speculation = Speculation(parse_command(f"vllm serve M {flags}".split()).flags)
+    assert (speculation.method, speculation.num_drafts) == (method, 3 if flags else 0)
+
+
+def test_there_is_one_stage_at_least():
+    assert [num_stages(parse_command(f"vllm serve M -pp {it}".split()).flags) for it in ("0", "2", "x")] == [1, 2, 1]
