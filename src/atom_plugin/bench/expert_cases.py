@@ -28,7 +28,7 @@ from atom_core.standalone import random_codes
 from atom_core.types import Activation
 from atom_plugin.bench import vllm_kernels
 from atom_plugin.bench.cases import Bench, Case, Contender, Run
-from atom_plugin.bench.fp8_cases import in_groups
+from atom_plugin.bench.fp8_cases import dequantized, in_groups
 
 #: Tokens of a step.
 EXPERT_TOKENS = (1, 8, 64, 256)
@@ -261,11 +261,8 @@ def _torch_in_fp8(layer: _Layer, bench: Bench, copies: int) -> Run:
 
 
 def _wide(weights: Fp8ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    def side(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        each = scale.repeat_interleave(BLOCK_SIZE, 1).repeat_interleave(BLOCK_SIZE, 2)
-        return (weight.float() * each).to(dtype)
-
-    return ExpertWeights(side(weights.gate_up, weights.gate_up_scale), side(weights.down, weights.down_scale))
+    gate_up = dequantized(weights.gate_up, weights.gate_up_scale).to(dtype)
+    return ExpertWeights(gate_up, dequantized(weights.down, weights.down_scale).to(dtype))
 
 
 def mxfp4_expert_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:

@@ -130,7 +130,7 @@ def _our_block_product(product: Product, rows: int, bench: Bench, copies: int) -
 def _torch_block_product(product: Product, rows: int, bench: Bench, copies: int) -> Run:
     """Of weights that were dequantised beforehand."""
     x, (weight, *_), scale = _block_buffers(product, rows, bench, 1)
-    wide = _widened(weight, scale).to(x.dtype)
+    wide = dequantized(weight, scale).to(x.dtype)
     weights = [wide, *(wide.clone() for _ in range(copies - 1))]
 
     return lambda index: F.linear(in_groups(x), weights[index])
@@ -146,7 +146,7 @@ def _exact_block_product(product: Product, rows: int, as_is: bool, bench: Bench,
     """With the input in 16 bits (``as_is``) or in FP8."""
     x, (weight, *_), scale = _block_buffers(product, rows, bench, 1)
     if as_is:
-        return lambda index: x.float() @ _widened(weight, scale).T
+        return lambda index: x.float() @ dequantized(weight, scale).T
     return lambda index: block_product(*quantize_groups(x), weight, scale)
 
 
@@ -156,10 +156,10 @@ def in_groups(x: torch.Tensor) -> torch.Tensor:
     return (quantized.float() * scales.repeat_interleave(BLOCK_SIZE, 1)[:, : x.shape[1]]).to(x.dtype)
 
 
-def _widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In float32."""
-    each = scale.repeat_interleave(BLOCK_SIZE, 0).repeat_interleave(BLOCK_SIZE, 1)
-    return weight.float() * each[: weight.shape[0], : weight.shape[1]]
+def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``weight [..., N, K]`` with the scales of its blocks, in float32."""
+    each = scale.repeat_interleave(BLOCK_SIZE, -2).repeat_interleave(BLOCK_SIZE, -1)
+    return weight.float() * each[..., : weight.shape[-2], : weight.shape[-1]]
 
 
 #: See :data:`atom_plugin.bench.cases.CASES`.

@@ -33,12 +33,8 @@ def check_checkpoint(
     consequence = framework.refused
 
     def found(check: Callable[[], object]) -> list[Finding]:
-        try:
-            check()
-        except ValueError as error:
-            remedy = f"Correct the checkpoint, or {framework.otherwise} for this model."
-            return [Finding(f"{folder}: {error}", consequence, remedy)]
-        return []
+        remedy = f"Correct the checkpoint, or {framework.otherwise} for this model."
+        return [Finding(f"{folder}: {error}", consequence, remedy) for error in said(check)]
 
     findings = found(lambda: read_config_json(folder)) or found(lambda: check_place(framework, overrides, folder))
     if not findings:

@@ -24,6 +24,7 @@ _ON, _OFF = ("1", "true"), ("0", "false")
 #: vLLM's other names of flags, and the name in its table.
 _SHORT = {"--compilation-config": "-cc", "-ac": "--attention-config", "-sc": "--speculative-config"}
 _TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+_PIPELINE_PARALLEL_FLAGS = ("--pipeline-parallel-size", "-pp")
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,12 @@ def tensor_parallel_size(command: Command) -> int:
     """The number of tensor-parallel ranks."""
     value = _first(command.flags, _TENSOR_PARALLEL_FLAGS)
     return int(value) if value is not None and value.isdecimal() else 1
+
+
+def pipeline_parallel_size(command: Command) -> int:
+    """The number of pipeline stages in vLLM, 1 at least."""
+    value = _first(command.flags, _PIPELINE_PARALLEL_FLAGS)
+    return max(1, int(value)) if value is not None and value.isdecimal() else 1
 
 
 def local_model(command: Command) -> Path | None:

@@ -13,10 +13,10 @@ from atom_core.language_model import of_text
 from atom_plugin.common.settings import readable_settings
 from atom_plugin.common.versions import installed
 from atom_plugin.doctor.checkpoint import read_model, said
-from atom_plugin.doctor.command import Command, expanded, is_off, is_on
+from atom_plugin.doctor.command import Command, expanded, is_off, is_on, pipeline_parallel_size
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import SGLANG, VLLM
-from atom_plugin.doctor.speculation import Speculation, num_stages
+from atom_plugin.doctor.speculation import Speculation
 from atom_plugin.sglang import BACKEND, ROCM_BACKEND
 from atom_plugin.sglang.hybrids import (
     OWN_LAYERS,
@@ -90,7 +90,7 @@ def check_states(folder: Path, command: Command, environ: Mapping[str, str], tar
         num_drafts=speculation.num_drafts,
         draft_method=speculation.method,
     )
-    reasons = (*refusals(asked), *_refused_stages(read[1], num_stages(command.flags), environ.get(_PARTITION)))
+    reasons = (*refusals(asked), *_refused_stages(read[1], pipeline_parallel_size(command), environ.get(_PARTITION)))
     for reason in reasons:
         yield Finding.of(reason, VLLM.refused, f"Leave it out, or {VLLM.otherwise} for this model.")
 

@@ -10,7 +10,7 @@ from atom_core.language_model import of_text
 from atom_core.models.registry import DRAFTS, MODELS
 from atom_plugin.common.load_formats import UNCHECKED_FORMATS
 from atom_plugin.doctor.checkpoint import read_model, said
-from atom_plugin.doctor.command import Command, expanded, tensor_parallel_size
+from atom_plugin.doctor.command import Command, expanded, pipeline_parallel_size, tensor_parallel_size
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import VLLM
 from atom_plugin.vllm import own_layers
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from atom_core.config import ModelConfig
 
 _FLAG = "--speculative-config"
-_STAGES = ("--pipeline-parallel-size", "-pp")
 #: Names of fields that are flags of their own, too.
 _SHORT = {"method": "--spec-method", "num-speculative-tokens": "--spec-tokens", "model": "--spec-model"}
 #: vLLM's default of how many tokens a suffix may bring.
@@ -55,7 +54,8 @@ class Speculation:
             return None
         if method.endswith("_mtp"):
             return own_layers.METHOD
-        names = _architectures(Path(self.field("model") or "")) if method in ("", "draft_model") else []
+        model = self.field("model") if method in ("", "draft_model") else None
+        names = [] if model is None else _architectures(Path(model))
         if DRAFTS.keys() & set(names):
             return own_layers.METHOD
         return "draft_model" if MODELS.keys() & set(names) else method
@@ -67,12 +67,6 @@ class Speculation:
         if count is None and self.method == "suffix":
             count = self.number("suffix-decoding-max-tree-depth") or _SUFFIX_DEPTH
         return count or 0
-
-
-def num_stages(flags: Mapping[str, str]) -> int:
-    """The number of pipeline stages."""
-    value = next((flags[name] for name in _STAGES if name in flags), "")
-    return max(1, int(value)) if value.isdecimal() else 1
 
 
 def _architectures(folder: Path) -> list[str]:
@@ -102,7 +96,7 @@ def check_own_layers(folder: Path, command: Command) -> Iterable[Finding]:
         return
     values, config = read
     asked = own_layers.Asked(
-        stages=num_stages(flags),
+        stages=pipeline_parallel_size(command),
         ranks=tensor_parallel_size(command),
         draft_ranks=speculation.number("draft-tensor-parallel-size"),
         cache_dtype=flags.get("--kv-cache-dtype", "auto"),

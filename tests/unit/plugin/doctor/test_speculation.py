@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atom_plugin.doctor.command import parse_command
-from atom_plugin.doctor.speculation import Speculation, check_own_layers, num_stages
+from atom_plugin.doctor.command import parse_command, pipeline_parallel_size
+from atom_plugin.doctor.speculation import Speculation, check_own_layers
 
 CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
 OWN = ("deepseek_v3", "qwen3_5", "qwen3_next")
@@ -143,4 +143,14 @@ def test_the_method_is_vllms(flags, method):
 
 
 def test_there_is_one_stage_at_least():
-    assert [num_stages(parse_command(f"vllm serve M -pp {it}".split()).flags) for it in ("0", "2", "x")] == [1, 2, 1]
+    assert [pipeline_parallel_size(parse_command(f"vllm serve M -pp {it}".split())) for it in ("0", "2", "x")] == [
+        1,
+        2,
+        1,
+    ]
+
+
+def test_without_a_model_the_present_folder_is_not_asked(monkeypatch):
+    monkeypatch.chdir(CHECKPOINTS / "qwen3_5")
+    flags = parse_command("vllm serve M --spec-method draft_model --spec-tokens 1".split()).flags
+    assert Speculation(flags).method == "draft_model"
