@@ -96,22 +96,26 @@ class Plan:
     seconds: float
     """How long requests arrive at a rate that is a number."""
 
-    def at_once(self) -> list[Cell]:
-        """The cells with so many requests at once."""
+    def at_once(self, asked: int = 0) -> list[Cell]:
+        """The cells with so many requests at once.
+
+        ``asked``: how often the same server has had these cells; its prefix cache has no prompts of the next ones.
+        """
         return [
-            Cell(lengths, max(self.least_prompts, self.prompts_each * count), self._seed(place, index), count)
+            Cell(lengths, max(self.least_prompts, self.prompts_each * count), self._seed(place, index, asked), count)
             for place, lengths in enumerate(self.lengths)
             for index, count in enumerate(self.concurrency)
         ]
 
-    def at_rates(self, native: Mapping[Cell, float]) -> list[Cell]:
+    def at_rates(self, native: Mapping[Cell, float], asked: int = 0) -> list[Cell]:
         """The cells with so many requests a second.
 
         Args:
             native: its requests a second in each of the cells of :meth:`at_once`.
+            asked: as there.
         """
         return [
-            self._at_rate(lengths, rate, self._seed(place, len(self.concurrency) + index), native)
+            self._at_rate(lengths, rate, self._seed(place, len(self.concurrency) + index, asked), native)
             for place, lengths in enumerate(self.lengths)
             for index, rate in enumerate(self.rates)
         ]
@@ -144,8 +148,8 @@ class Plan:
                 cells.append(Cell(lengths, 1, seed + 2, 1))
         return cells
 
-    def _seed(self, place: int, index: int) -> int:
-        return place * (len(self.concurrency) + len(self.rates)) + index
+    def _seed(self, place: int, index: int, asked: int = 0) -> int:
+        return (asked * len(self.lengths) + place) * (len(self.concurrency) + len(self.rates)) + index
 
 
 def _short(count: int) -> str:

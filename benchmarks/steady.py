@@ -7,7 +7,8 @@
 Run it with the Python that has the framework and atom-plugin installed. The servers start as users start them: `vllm
 serve MODEL` or `python -m sglang.launch_server --model-path MODEL`. Ours differs by `--model-impl atom` or by
 `SGLANG_EXTERNAL_MODEL_PACKAGE` alone, and everything else is the framework's default. So prefix caching and chunked
-prefill are on. One server runs at a time, and who goes first alternates. The clients are `vllm bench serve` and
+prefill are on. One server runs at a time, or with `--together` one is idle while the other has the load, and who goes
+first alternates. The clients are `vllm bench serve` and
 `sglang.bench_serving`. A model's name stands for its published `config.json`, with random weights and a tokenizer in
 which each token is a word.
 
@@ -32,7 +33,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -70,36 +71,67 @@ class Steady:
         self.phase = "the first server"
 
     def run(self) -> None:
-        """Measure; every turn has a server of each."""
-        names = list(IMPLEMENTATIONS)
-        for turn in range(self.arguments.turns):
-            for name in names if turn % 2 == 0 else names[::-1]:
-                self._serve(turn, name)
+        """Measure; every turn has a server of each, or asks the only one of each."""
+        with ExitStack() as stack:
+            started = {}
+            if self.arguments.together:
+                # One after the other: vLLM measures what memory it takes, and fails where another takes some too.
+                for name in IMPLEMENTATIONS:
+                    started[name] = self._server(0, name)
+                    self._start(0, name, started[name], stack)
+                for name, server in started.items():
+                    self._warm_up(0, name, server)
+            names = list(IMPLEMENTATIONS)
+            for turn in range(self.arguments.turns):
+                for name in names if turn % 2 == 0 else names[::-1]:
+                    if self.arguments.together:
+                        self._cells(turn, name, started[name])
+                    else:
+                        self._serve(turn, name)
 
     def _serve(self, turn: int, name: str) -> None:
         """A server's whole turn."""
+        server = self._server(turn, name)
+        with ExitStack() as stack:
+            self._start(turn, name, server, stack)
+            self._warm_up(turn, name, server)
+            self._cells(turn, name, server)
+
+    def _server(self, turn: int, name: str) -> Server:
         given = self.arguments
         flags = ["--load-format", given.load_format] if given.load_format == "dummy" else []
         flags += [*given.server_flags, *(given.atom_flags if name == "atom" else given.native_flags)]
         server = self.framework.server(name, self.model, flags, given.deadline)
-        found: dict[str, Any] = {"turn": turn, "implementation": name, "command": shlex.join(server.command)}
-        self.servers.append(found)
+        self.servers.append({"turn": turn, "implementation": name, "command": shlex.join(server.command)})
+        return server
+
+    def _start(self, turn: int, name: str, server: Server, stack: ExitStack) -> None:
         begun = time.monotonic()
-        with self._named(f"{name}, turn {turn}, start", server), server:
-            found["ready_s"] = round(time.monotonic() - begun, 1)
-            print(f"{name}, turn {turn}: ready after {found['ready_s']} s", flush=True)
-            for cell in self.plan.warm_up():
-                with self._named(f"{name}, turn {turn}, warm-up of {cell}", server):
-                    ask(self.framework, server, cell, given.client_flags)
-            for cell in self.plan.at_once():
-                measured = self._measure(turn, name, server, cell)
-                if turn == 0 and name == "native":
-                    self.native[cell] = measured.requests_per_second
-            for cell in self.plan.at_rates(self.native):
-                self._measure(turn, name, server, cell)
-            # Some lines come with the first requests that need a kernel.
-            found["ran_with"] = self.framework.lines.read(server.log)
-            found["startup_report"] = server.startup_report()
+        with self._named(f"{name}, turn {turn}, start", server):
+            stack.enter_context(server)
+        seconds = self._last(name)["ready_s"] = round(time.monotonic() - begun, 1)
+        print(f"{name}, turn {turn}: ready after {seconds} s", flush=True)
+
+    def _last(self, name: str) -> dict[str, Any]:
+        return next(it for it in reversed(self.servers) if it["implementation"] == name)
+
+    def _warm_up(self, turn: int, name: str, server: Server) -> None:
+        for cell in self.plan.warm_up():
+            with self._named(f"{name}, turn {turn}, warm-up of {cell}", server):
+                ask(self.framework, server, cell, self.arguments.client_flags)
+
+    def _cells(self, turn: int, name: str, server: Server) -> None:
+        asked = turn if self.arguments.together else 0
+        for cell in self.plan.at_once(asked):
+            measured = self._measure(turn, name, server, cell)
+            if turn == 0 and name == "native":
+                self.native[cell] = measured.requests_per_second
+        for cell in self.plan.at_rates(self.native, asked):
+            self._measure(turn, name, server, cell)
+        # Some lines come with the first requests that need a kernel.
+        found = self._last(name)
+        found["ran_with"] = self.framework.lines.read(server.log)
+        found["startup_report"] = server.startup_report()
         self._write()
 
     def _measure(self, turn: int, name: str, server: Server, cell: Cell) -> Measured:
@@ -212,6 +244,12 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--least-prompts", type=count, default=16, help="of any cell")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive at a rate")
     parser.add_argument("--turns", type=count, default=2, help="servers of each kind; one shows no spread")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="one server of each for all turns; they share the GPU, so give both "
+        '--server-flags="--gpu-memory-utilization 0.45" or the like',
+    )
     for option, what in (
         ("--server-flags", "of both servers"),
         ("--native-flags", "of native's server"),

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import _ran_with, steady
 from benchmarks._ran_with import SGLANG_LINES, VLLM_LINES, LogLines
-from benchmarks._steady_cells import Cell, Lengths, Plan, read_rate
+from benchmarks._steady_cells import WARM_SEED, Cell, Lengths, Plan, read_rate
 from benchmarks._steady_frameworks import FIGURES, FRAMEWORKS, ClientFailed
 from tests.integration.processes import living_of_group
 from tests.unit.plugin.bench import steady_fakes
@@ -66,6 +66,13 @@ def test_there_are_prompts_for_each_request_at_once():
         f"{lengths}, {load}" for lengths in ("1k/1k", "8k/1k") for load in ("1 at once", "64 at once")
     ]
     assert [cell.num_prompts for cell in cells] == [16, 256] * 2
+
+
+def test_a_server_that_is_asked_again_gets_prompts_that_its_cache_does_not_have():
+    it = plan()
+    native = dict.fromkeys(it.at_once(), 1.0)
+    cells = [cell for asked in range(3) for cell in (*it.at_once(asked), *it.at_rates(native, asked))]
+    assert len({cell.seed for cell in cells}) == len(cells) == 24
 
 
 def test_half_is_of_natives_best_rate_of_the_same_lengths_and_goes_on_for_as_long():
@@ -318,6 +325,22 @@ def test_both_are_measured_in_turns_and_native_sets_the_rate(tmp_path, capsys, f
     printed = capsys.readouterr().out
     assert "| 8 a second | 50 / 100 = 2.00 | 20 / 10 = 2.00 |" in printed
     assert "- attention: Using GREAT attention\n- GEMM: its log names none" in printed
+
+
+def test_one_server_of_each_is_asked_in_turns_together(tmp_path, fake_main):
+    file = tmp_path / "steady.json"
+    given = ("--model", "qwen3-0.6b", "--lengths", "64/16", "--concurrency", 4, "--turns", 2, "--together")
+    fake = fake_main(*given, "--json", file)
+    assert sorted(name for name, _ in fake.serving) == ["atom", "native"]
+    asked = [(name, cell) for name, cell in fake.asked if cell.seed < WARM_SEED]
+    assert [(name, cell.load) for name, cell in asked] == [
+        (name, load) for name in ("native", "atom", "atom", "native") for load in ("4 at once", "8 a second")
+    ]
+    # Both have the same prompts, and other ones in the next turn.
+    assert [cell.seed for _, cell in asked] == [0, 1, 0, 1, 2, 3, 2, 3]
+    found = json.loads(file.read_text())
+    assert [server["startup_report"] for server in found["servers"]] == [["our table"]] * 2
+    assert all(server["ready_s"] >= 0 for server in found["servers"])
 
 
 def test_a_table_has_the_spread_over_turns():
