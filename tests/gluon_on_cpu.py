@@ -2,6 +2,7 @@
 
 Triton's interpreter runs no Gluon. What is here knows no layouts, warps or waits: it tells whether the arithmetic and
 the addresses of a kernel are right, not whether it waits for what it reads. Programs run one after the other.
+Specialised warps of one run side by side, and wait at its barriers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import importlib
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -28,6 +31,7 @@ _LAYOUTS = ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperan
 _MODULES = (
     "atom_core.kernels.linear.few_rows_hopper",
     "atom_core.kernels.fp8_block_linear.few_rows_hopper",
+    "atom_core.kernels.fp8_block_linear.specialized_hopper",
     "atom_core.kernels.experts.hopper",
     "atom_core.kernels.experts.few_routed_tokens_hopper",
     "atom_core.kernels.fp8_experts.hopper",
@@ -240,13 +244,13 @@ class TensorDescriptor:
         """Something of a block's shape."""
         return SimpleNamespace(shape=self.block_shape)
 
-    def block(self, at: list[Any]) -> torch.Tensor:
-        """The numbers of a block in memory."""
+    def block(self, at: list[Any], whole: bool = True) -> torch.Tensor:
+        """The numbers of a block in memory; ``whole``: all of it is to be there."""
         rows = self.base.as_strided(self.shape, self.strides, self.base.storage_offset())
         found = rows[
             tuple(slice(int(begin), int(begin) + size) for begin, size in zip(at, self.block_shape, strict=True))
         ]
-        assert list(found.shape) == self.block_shape
+        assert list(found.shape) == self.block_shape or not whole
         return found
 
 
@@ -314,22 +318,91 @@ def _async_load(to: Shared, pointer: Pointer, mask: Any = None, **options: Any) 
     to.data.copy_(_load(pointer, mask).data.expand(to.data.shape))
 
 
-def _copy_in(source: TensorDescriptor, at: list[Any], arrived: Shared, to: Shared, pred: Any = True) -> None:
+def _copy_in(source: TensorDescriptor, at: list[Any], bar: Shared, to: Shared, pred: Any = True) -> None:
+    """Rows and columns that the tensor does not have are zeros."""
     if pred:
-        to.data.copy_(source.block(at))
-        arrived.data += 1
+        with _BARRIERS:
+            found = source.block(at, whole=False)
+            to.data.zero_()
+            to.data[tuple(slice(0, size) for size in found.shape)] = found
+            _barrier(bar).bytes -= to.data.nbytes
+            _barrier(bar).complete()
 
 
 def _copy_out(target: TensorDescriptor, at: list[Any], source: Shared) -> None:
     target.block(at).copy_(source.data)
 
 
-def _arrive(arrived: Shared, pred: Any = True) -> None:
-    arrived.data += bool(pred)
+@dataclass
+class _Barrier:
+    """An mbarrier: a phase is complete once so many have arrived, and all bytes that were expected."""
+
+    count: int
+    arrived: int = 0
+    bytes: int = 0
+    phases: int = 0
+
+    def complete(self) -> None:
+        """Go on to the next phase if this one is complete."""
+        assert self.arrived <= self.count, "more arrive than are waited for"
+        if self.arrived == self.count and not self.bytes:
+            self.arrived, self.phases = 0, self.phases + 1
+            _BARRIERS.notify_all()
 
 
-def _wait(arrived: Shared, phase: Any) -> None:
-    assert int(arrived.data) % 2 != int(phase), "nothing arrives before this wait"
+#: Guards the barriers of the running program, by their place in shared memory.
+_BARRIERS = threading.Condition()
+_barriers: dict[int, _Barrier] = {}
+
+
+def _barrier(bar: Shared) -> _Barrier:
+    return _barriers[bar.data.data_ptr()]
+
+
+def _init(bar: Shared, count: int) -> None:
+    _barriers[bar.data.data_ptr()] = _Barrier(count)
+
+
+def _expect(bar: Shared, size: int, pred: Any = True) -> None:
+    if pred:
+        with _BARRIERS:
+            _barrier(bar).bytes += size
+            _arrive(bar)
+
+
+def _arrive(bar: Shared, count: int = 1, pred: Any = True) -> None:
+    if pred:
+        with _BARRIERS:
+            _barrier(bar).arrived += count
+            _barrier(bar).complete()
+
+
+def _wait(bar: Shared, phase: Any) -> None:
+    """Until the phase of this parity is complete; a barrier tells no more of a phase."""
+    with _BARRIERS:
+        arrived = _BARRIERS.wait_for(lambda: _barrier(bar).phases % 2 != int(phase), _seconds())
+    assert arrived, "nothing arrives before this wait"
+
+
+def _seconds() -> float:
+    """How long other warps of the program may take to arrive."""
+    return 30.0 if _specialized.is_set() else 0.0
+
+
+#: Whether the program's warps run different functions at the moment.
+_specialized = threading.Event()
+
+
+def _warp_specialize(partitions: list[tuple[Kernel, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    """Run functions side by side, each in a thread."""
+    assert len(partitions) == len(warps) + 1 == len(registers) + 1
+    _specialized.set()
+    try:
+        with ThreadPoolExecutor(len(partitions)) as pool:
+            for running in [pool.submit(function, *given) for function, given in partitions]:
+                running.result()
+    finally:
+        _specialized.clear()
 
 
 def _multiply(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, **options: Any) -> Tensor:
@@ -376,8 +449,9 @@ def _language() -> dict[str, ModuleType]:
     """Gluon's modules, by name."""
     shared = SimpleNamespace(get_default_for=_layout)
     language = {
-        "constexpr": Any,
+        "constexpr": lambda value: value,
         **{name: DType(getattr(torch, name)) for name in ("int32", "int64", "float32", "bfloat16", "float16")},
+        "float8e4nv": DType(torch.float8_e4m3fn),
         **dict.fromkeys(_LAYOUTS, _layout),
         "NVMMASharedLayout": shared,
         "program_id": lambda axis: Tensor(torch.tensor(_program[axis])),
@@ -399,6 +473,7 @@ def _language() -> dict[str, ModuleType]:
         "load": _load,
         "store": _store,
         "atomic_add": _atomic_add,
+        "warp_specialize": _warp_specialize,
         "where": _where,
         "sum": _reduced(torch.sum),
         "max": _reduced(torch.amax),
@@ -417,8 +492,8 @@ def _language() -> dict[str, ModuleType]:
     copies = {"async_load": _async_load, "commit_group": _nothing, "wait_group": _nothing}
     barriers = {
         "MBarrierLayout": _layout,
-        "init": lambda arrived, count: arrived.data.zero_(),
-        "expect": _nothing,
+        "init": _init,
+        "expect": _expect,
         "arrive": _arrive,
         "wait": _wait,
     }

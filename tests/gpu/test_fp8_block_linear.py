@@ -37,6 +37,8 @@ SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)
 EDGES = [(16, 16), (48, 80), (144, 1008), (528, 4112)]
 #: Of DeepSeek V3: a last block that is smaller, and on 8 GPUs groups that are no multiple of four.
 WHOLE_GROUPS = [(2112, 7168), (7168, 2304)]
+#: Fewer outputs than a tile has, and fewer steps than a pipeline.
+FEW_TILES = [(48, 256), (200, 128)]
 ROWS = [1, 3, 8, 17, MAX_ROWS]
 
 
@@ -81,7 +83,7 @@ def triton(weight, scale):
 
 
 @every_dtype
-@pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES + WHOLE_GROUPS)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES + EDGES + WHOLE_GROUPS + FEW_TILES)
 @pytest.mark.parametrize("rows", [0, *ROWS, MAX_ROWS + 1, 140, 515])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_product(with_bias, rows, out_features, in_features, dtype):

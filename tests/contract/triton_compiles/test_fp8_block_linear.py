@@ -9,6 +9,7 @@ from atom_core.kernels.fp8_block_linear import few_rows as few_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import few_rows_hopper as hopper_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import many_rows as many_block_rows_kernel
 from atom_core.kernels.fp8_block_linear import quantize as groups_kernel
+from atom_core.kernels.fp8_block_linear import specialized_hopper as specialized_kernel
 from atom_core.kernels.fp8_linear import one_row as fp8_row_kernel
 from atom_core.kernels.fp8_linear.quantize import Made
 from atom_core.kernels.fp8_linear.scaled_mm import dtype_of
@@ -73,8 +74,8 @@ def test_few_rows_by_blocks_compile(rows, out_features, in_features, way, gpu):
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("rows", [2, 32, 64])
-@pytest.mark.parametrize("size", [(5120, 2048), (2048, 4096), (24576, 4096), (1000, 128)], ids=str)
+@pytest.mark.parametrize("rows", [2, 16, 32, 64])
+@pytest.mark.parametrize("size", [(12288, 2048), (24576, 4096), (36864, 7168)], ids=str)
 def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activation):
     gpu = GPUS[-1]
     monkeypatch.setattr(few_block_rows_kernel, "on_hopper", lambda _: True)
@@ -90,14 +91,27 @@ def test_few_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows, activati
         )
 
 
-@pytest.mark.parametrize(("rows", "size"), [(128, (4096, 2048)), (192, (2816, 2560)), (256, (2048, 4096))], ids=str)
-def test_more_rows_by_blocks_for_hopper_compile(monkeypatch, size, rows):
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [(2, (2048, 4096)), (16, (1000, 128)), (32, (5120, 2048)), (64, (4096, 4096)), (256, (2112, 7168))],
+    ids=str,
+)
+def test_rows_by_blocks_with_specialised_warps_compile(monkeypatch, size, rows):
     gpu = GPUS[-1]
     monkeypatch.setattr(few_block_rows_kernel, "on_hopper", lambda _: True)
-    given = in_blocks(rows, *size, gpu)
-    assert few_block_rows_kernel.takes_more(rows, given[2])
-    with compiles(hopper_block_rows_kernel, "few_rows_hopper", gpu):
-        few_block_rows_kernel.multiply_few_rows(*given, None, nvidia=True, overlap=True, dtype=torch.bfloat16)
+    with compiles(specialized_kernel, "specialized_rows_hopper", gpu) as found:
+        few_block_rows_kernel.multiply_few_rows(
+            *in_blocks(rows, *size, gpu),
+            zeros(size[0]),
+            nvidia=True,
+            overlap=True,
+            dtype=torch.bfloat16,
+            residual=zeros(rows, size[0]),
+        )
+    assert found.compiled is not None
+    # A place of a pipeline with other groups' steps in it would be taken for the one before.
+    constants = found.launched.constants
+    assert constants["STAGES"] % 3 == 0
 
 
 @every_gpu

@@ -16,7 +16,8 @@ import torch
 from atom_core.batch import BatchShape
 from atom_core.kernels.custom_op import custom_op
 from atom_core.kernels.fp8_block_linear import cublas
-from atom_core.kernels.fp8_block_linear.few_rows import MOST_ROWS, input_rows, multiply_few_rows, takes_more
+from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows, takes_more
+from atom_core.kernels.fp8_block_linear.hopper_tiles import MOST_ROWS, input_rows
 from atom_core.kernels.fp8_block_linear.many_rows import multiply_many_rows
 from atom_core.kernels.fp8_block_linear.many_rows import tile_for as tile_for_many
 from atom_core.kernels.fp8_block_linear.quantize import quantize_groups
@@ -54,12 +55,12 @@ class TritonFp8BlockLinear:
         """See :class:`atom_core.kernels.compile_keys.CompileKeys`."""
         num_rows = shape.num_tokens
         if num_rows <= MAX_ROWS:
-            yield num_rows == 1, input_rows(num_rows)
+            yield num_rows == 1, max(8 if on_hopper(device) else 16, input_rows(num_rows))
         else:
             # Whole multiples may come quantised by a norm or an activation in front.
             yield num_rows % cublas.TOGETHER == 0
             if num_rows <= MOST_ROWS and on_hopper(device):
-                yield "few", cdiv(num_rows, MAX_ROWS)
+                yield "few", cdiv(num_rows, 32)
             yield tile_for_many(num_rows, True, self.nvidia)
 
     def adopt(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from atom_core.kernels.fp8_block_linear import few_rows
-from atom_core.kernels.fp8_block_linear.few_rows import hopper_tile, input_rows, multiply_few_rows, takes_more
+from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows, takes_more
+from atom_core.kernels.fp8_block_linear.hopper_tiles import BlockTile, SpecializedTile, tile_for
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.gated_activation.reference import gated_activation
 from tests.gluon_on_cpu import on_cpu
 
-MODULE = "atom_core.kernels.fp8_block_linear.few_rows_hopper"
+MODULES = [f"atom_core.kernels.fp8_block_linear.{name}_hopper" for name in ("few_rows", "specialized")]
 #: Of a multiprocessor, in bytes.
 SHARED = 227 * 1024
 
@@ -22,7 +23,8 @@ SHARED = 227 * 1024
 def multiply(monkeypatch):
     """:func:`multiply_few_rows` with the kernel as a CPU runs it."""
     with on_cpu() as modules:
-        monkeypatch.setitem(sys.modules, MODULE, modules[MODULE])
+        for module in MODULES:
+            monkeypatch.setitem(sys.modules, module, modules[module])
         monkeypatch.setattr(few_rows, "on_hopper", lambda device: True)
         yield lambda *given, **options: multiply_few_rows(
             *given, nvidia=True, overlap=False, dtype=torch.float16, **options
@@ -53,14 +55,22 @@ def assert_close(found, wanted):
     torch.testing.assert_close(found.double(), wanted, rtol=2**-9, atol=2**-9 * wanted.abs().max().item())
 
 
-#: (N, K): outputs split four and two times, once; a last tile that is not full; inputs that only two parts divide.
-SIZES = [(2048, 1024), (4096, 512), (2112, 512), (200, 512), (128, 256), (128, 384)]
+#: (N, K): a last tile that is not full; fewer steps than warp groups or than stages, and numbers that neither divides.
+SIZES = [(2048, 1024), (200, 512), (2112, 1408), (48, 256), (128, 128), (128, 2560)]
 
 
 @pytest.mark.parametrize("rows", [2, 8, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_it_multiplies(multiply, size, rows):
     given = operands(rows, *size)
+    assert_close(multiply(*given), by_definition(*given))
+
+
+@pytest.mark.parametrize("rows", [2, 8, 17, 64])
+@pytest.mark.parametrize("size", [(8512, 384), (8512, 128), (16960, 256), (25408, 512)], ids=str)
+def test_it_multiplies_by_so_many_outputs_that_programs_share_a_multiprocessor(multiply, size, rows):
+    given = operands(rows, *size)
+    assert isinstance(tile_for(rows, size[0], False), BlockTile)
     assert_close(multiply(*given), by_definition(*given))
 
 
@@ -72,28 +82,28 @@ def test_it_multiplies_more_rows_where_its_programs_run_at_once(multiply, size, 
 
 @pytest.mark.usefixtures("multiply")
 @pytest.mark.parametrize(
-    ("rows", "size", "takes"),
+    ("rows", "size", "tokens"),
     [
-        (192, (2816, 2560), True),
-        (129, (2304, 2560), True),
-        (65, (4096, 2048), True),
-        (128, (4096, 2048), True),
-        (129, (4096, 2048), False),
-        (256, (2048, 4096), True),
-        (257, (2048, 4096), False),
-        (256, (2112, 512), True),
-        (256, (2176, 512), False),
-        (72, (12288, 2048), False),
-        (72, (2048, 448), False),
+        (192, (2816, 2560), 64),
+        (129, (2304, 2560), 64),
+        (65, (4096, 2048), 64),
+        (128, (4096, 2048), 64),
+        (129, (4096, 2048), None),
+        (128, (2048, 4096), 32),
+        (129, (2048, 4096), 64),
+        (256, (2048, 4096), 64),
+        (257, (2048, 4096), None),
+        (256, (2112, 512), 64),
+        (256, (2176, 512), None),
+        (72, (12288, 2048), None),
+        (72, (2048, 448), None),
     ],
     ids=str,
 )
-def test_which_rows_it_takes(rows, size, takes):
-    assert takes_more(rows, torch.empty(size, dtype=E4M3)) == takes
-    if takes:
-        tile = hopper_tile(input_rows(rows), *size)
-        assert (tile.tokens, tile.split) == (64, 1)
-        assert tile.stages == min(10, size[1] // 128 + 1)
+def test_which_rows_it_takes(rows, size, tokens):
+    assert takes_more(rows, torch.empty(size, dtype=E4M3)) == (tokens is not None)
+    if tokens is not None:
+        assert tile_for(rows, size[0], False) == SpecializedTile(tokens)
 
 
 @pytest.mark.parametrize("size", [(2048, 1024), (192, 256)], ids=str)
@@ -112,42 +122,36 @@ def test_it_activates_gates(multiply):
     assert_close(multiply(*given, activation="silu"), gated_activation(by_definition(*given), "silu"))
 
 
-def test_scales_of_other_parts_may_be_anything(multiply):
-    x, of_x, weight, of_weight, _ = operands(2, 2048, 1024)
-    no_bias = torch.zeros(2048).half()
-    # Half of the one times the other half of the other is infinite.
-    x[:, 512:], weight[:, :512] = 0, 0
-    of_x[:4], of_weight[:, 4:] = 1e30, 1e30
-    assert torch.equal(multiply(x, of_x, weight, of_weight, no_bias), torch.zeros(2, 2048).half())
+@pytest.mark.parametrize(
+    ("rows", "outputs", "tokens"),
+    [(2, 64, 8), (9, 2112, 16), (32, 8448, 32), (33, 2112, 32), (64, 2112, 32), (33, 2176, 64), (64, 8448, 64)],
+    ids=str,
+)
+def test_tiles_of_specialised_warps(rows, outputs, tokens):
+    assert tile_for(rows, outputs, False) == SpecializedTile(tokens)
 
 
 @pytest.mark.parametrize(
-    ("rows", "size", "split", "tokens", "together"),
+    ("rows", "outputs", "activated", "tokens", "together"),
     [
-        (16, (2048, 4096), 4, 16, 1),
-        (16, (2048, 384), 1, 16, 1),
-        (16, (2048, 768), 2, 16, 1),
-        (64, (2048, 384), 1, 32, 1),
-        (16, (4096, 4096), 2, 16, 1),
-        (16, (8448, 2048), 1, 16, 1),
-        (16, (9216, 2048), 1, 16, 2),
-        (16, (12288, 2048), 1, 16, 2),
-        (16, (24576, 4096), 1, 16, 1),
-        (32, (2048, 4096), 4, 16, 2),
-        (32, (4096, 4096), 1, 32, 1),
-        (64, (2048, 4096), 2, 32, 1),
-        (64, (4096, 4096), 1, 64, 1),
-        (64, (12288, 2048), 1, 64, 2),
+        (8, 2048, True, 8, 1),
+        (64, 8448, True, 64, 1),
+        (16, 9216, False, 16, 2),
+        (16, 12288, False, 16, 2),
+        (64, 12288, False, 64, 2),
+        (2, 24576, True, 8, 3),
+        (32, 24576, False, 32, 3),
+        (64, 24576, True, 64, 3),
+        (16, 36864, True, 16, 4),
+        (64, 36864, True, 64, 2),
     ],
     ids=str,
 )
-def test_tiles(rows, size, split, tokens, together):
-    tile = hopper_tile(rows, *size)
-    stage = (64 + split * tokens) * (128 + 4)
-    assert (tile.split, tile.tokens) == (split, tokens)
-    assert tile.rows * tile.split == 64
-    assert together * tile.stages * stage <= SHARED
-    # So many tiles as there are, or as fit, but for 64 rows that are shared out.
-    most, steps = 8 if (rows, tokens) == (64, 32) else 20, size[1] // 128 // split
-    assert tile.stages == min(most, steps + 1) or (together + 0.5) * (tile.stages + 1) * stage > SHARED
-    assert hopper_tile(rows, *size, "silu").split == 1
+def test_tiles_of_programs_that_share_a_multiprocessor(rows, outputs, activated, tokens, together):
+    tile = tile_for(rows, outputs, activated)
+    assert isinstance(tile, BlockTile)
+    assert tile.tokens == tokens
+    assert tile.stages % tile.turn == 0
+    assert tile.stages >= 2 * tile.turn
+    # With the scales.
+    assert together * tile.stages * (64 + tokens) * (128 + 4) <= SHARED
