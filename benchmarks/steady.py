@@ -8,9 +8,8 @@ Run it with the Python that has the framework and atom-plugin installed. The ser
 serve MODEL` or `python -m sglang.launch_server --model-path MODEL`. Ours differs by `--model-impl atom` or by
 `SGLANG_EXTERNAL_MODEL_PACKAGE` alone, and everything else is the framework's default. So prefix caching and chunked
 prefill are on. One server runs at a time, or with `--together` one is idle while the other has the load, and who goes
-first alternates. The clients are `vllm bench serve` and
-`sglang.bench_serving`. A model's name stands for its published `config.json`, with random weights and a tokenizer in
-which each token is a word.
+first alternates. The clients are `vllm bench serve` and `sglang.bench_serving`. A model's name stands for its published
+`config.json`, with random weights and a tokenizer in which each token is a word.
 
 Each server first gets a warm-up, which is not counted. For each pair of lengths these are the most requests at once and
 a few at once, with short answers, and one request with its whole answer.
@@ -243,7 +242,12 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument("--prompts-each", type=count, default=4, help="prompts for each of the requests at once")
     parser.add_argument("--least-prompts", type=count, default=16, help="of any cell")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long requests arrive at a rate")
-    parser.add_argument("--turns", type=count, default=2, help="servers of each kind; one shows no spread")
+    parser.add_argument(
+        "--turns",
+        type=count,
+        default=2,
+        help="how often each is measured; once shows no spread",
+    )
     parser.add_argument(
         "--together",
         action="store_true",

@@ -380,8 +380,8 @@ def _arrive(bar: Shared, count: int = 1, pred: Any = True) -> None:
 def _wait(bar: Shared, phase: Any) -> None:
     """Until the phase of this parity is complete; a barrier tells no more of a phase."""
     with _BARRIERS:
-        arrived = _BARRIERS.wait_for(lambda: _barrier(bar).phases % 2 != int(phase), _seconds())
-    assert arrived, "nothing arrives before this wait"
+        _BARRIERS.wait_for(lambda: _failed.is_set() or _barrier(bar).phases % 2 != int(phase), _seconds())
+        assert _barrier(bar).phases % 2 != int(phase), "nothing arrives before this wait"
 
 
 def _seconds() -> float:
@@ -389,20 +389,34 @@ def _seconds() -> float:
     return 30.0 if _specialized.is_set() else 0.0
 
 
-#: Whether the program's warps run different functions at the moment.
-_specialized = threading.Event()
+#: Whether the program's warps run different functions at the moment, and whether some have failed.
+_specialized, _failed = threading.Event(), threading.Event()
 
 
 def _warp_specialize(partitions: list[tuple[Kernel, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
     """Run functions side by side, each in a thread."""
     assert len(partitions) == len(warps) + 1 == len(registers) + 1
+    failures: list[BaseException] = []
+
+    def run(function: Kernel, given: tuple[Any, ...]) -> None:
+        try:
+            function(*given)
+        except BaseException as error:  # noqa: BLE001 - raised below, once the others have ended
+            failures.append(error)
+            with _BARRIERS:
+                _failed.set()
+                _BARRIERS.notify_all()
+
     _specialized.set()
     try:
         with ThreadPoolExecutor(len(partitions)) as pool:
-            for running in [pool.submit(function, *given) for function, given in partitions]:
-                running.result()
+            for function, given in partitions:
+                pool.submit(run, function, given)
+        if failures:
+            raise failures[0]
     finally:
         _specialized.clear()
+        _failed.clear()
 
 
 def _multiply(a: Shared, b: Shared, sums: Tensor, use_acc: bool = True, **options: Any) -> Tensor:

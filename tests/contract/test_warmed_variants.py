@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, KernelParam
 
 from atom_core.batch import BatchShape
@@ -52,6 +53,8 @@ def _told(parameter: KernelParam, value: Any) -> tuple[str, object]:
         return parameter.name, repr(value)
     if isinstance(value, int):
         return parameter.name, ("int", special and value % 16 == 0, special and value == 1)
+    if isinstance(value, TensorDescriptor):
+        return parameter.name, (value.base.dtype, tuple(value.block_shape), repr(value.layout))
     return parameter.name, type(value)
 
 

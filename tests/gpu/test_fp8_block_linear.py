@@ -32,14 +32,14 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 #: a group of 128, and in float32 beyond.
 FEWER_BITS = 2**-7
 
-SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)]
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048), (12288, 2048), (36864, 512)]
 #: Of a last block that is smaller, and of less than one.
 EDGES = [(16, 16), (48, 80), (144, 1008), (528, 4112)]
 #: Of DeepSeek V3: a last block that is smaller, and on 8 GPUs groups that are no multiple of four.
 WHOLE_GROUPS = [(2112, 7168), (7168, 2304)]
 #: Fewer outputs than a tile has, and fewer steps than a pipeline.
 FEW_TILES = [(48, 256), (200, 128)]
-ROWS = [1, 3, 8, 17, MAX_ROWS]
+ROWS = [1, 3, 8, 16, 17, 40, MAX_ROWS]
 
 
 def operands(rows, out_features, in_features, dtype):

@@ -1,8 +1,8 @@
 """1 to 64 rows by a weight in blocks, which is read once: rows are the right operand of the product, as in
 :mod:`atom_core.kernels.linear.few_rows`. The sums of each group are scaled and then added up in float32.
 
-On Hopper :mod:`.few_rows_hopper` and :mod:`.specialized_hopper` multiply them, and up to 256 rows by small weights,
-which are then read once for each 64 rows.
+On Hopper :mod:`.few_rows_hopper` and :mod:`.specialized_hopper` multiply them. The latter takes up to 256 rows by small
+weights, which are then read once for each 32 or 64 rows.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def multiply_few_rows(
         num_rows,
         out_features,
         in_features,
-        num_rows,
+        input_scales.shape[1],
         BLOCK_M=block_rows,
         BLOCK_N=block,
         SIZE=BLOCK_SIZE,

@@ -121,8 +121,8 @@ def few_rows_hopper(
         if TURN == 2:
             second_mine = of_tiles.index(place + 1).load(gl.SliceLayout(1, summed))
             second_theirs = of_inputs.index(place + 1).load(gl.SliceLayout(0, summed))
-        # All warps have finished with the tiles of the previous turn. Masks, as behind a branch each product is
-        # waited for.
+        # All warps have finished with the tiles of the previous turn. Masked, for before a branch Triton would wait for
+        # each product.
         for stage in gl.static_range(TURN):
             later = step + ahead + stage
             there = later < steps

@@ -52,7 +52,7 @@ def tile_for(num_rows: int, out_features: int, activated: bool) -> BlockTile | S
     """
     tiles, tokens = cdiv(out_features, ROWS), input_rows(num_rows)
     if not activated:
-        # Few rows a program are more programs, which pays where there are very few; rows of the weight are read again.
+        # Fewer rows a program make more programs. That pays for very few tiles, though weights are read more often.
         most = 32 if tiles <= MULTIPROCESSORS // 4 else MAX_ROWS
         for taken in dict.fromkeys((min(most, tokens), min(MAX_ROWS, tokens))):
             if tiles * cdiv(num_rows, taken) <= MULTIPROCESSORS:

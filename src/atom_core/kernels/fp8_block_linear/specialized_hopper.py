@@ -31,9 +31,9 @@ from atom_core.quant.fp8 import BLOCK_SIZE
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 #: Warp groups that multiply, and tiles in flight or being multiplied: a multiple of the groups. A barrier does not tell
-#: a step from the one after the next in the same place, and so all of a place are to be the same group's.
+#: a step from the one after the next in the same place, so all steps of a place have to be one group's.
 _GROUPS, _STAGES = gl.constexpr(3), 9
-#: Registers of a thread that multiplies, and of one that copies. Those of a multiprocessor are all given out.
+#: Registers of a thread that multiplies, and of one that copies. The first group has the rest of a multiprocessor's.
 _MULTIPLIES, _COPIES = gl.constexpr(152), gl.constexpr(32)
 
 
@@ -179,6 +179,7 @@ def _layout(rows: int) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    assert matrix.data_ptr() % 16 == 0, "TMA copies from multiples of 16 bytes"
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, BLOCK_SIZE], _layout(rows))
 
 

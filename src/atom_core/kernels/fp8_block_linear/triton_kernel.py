@@ -2,9 +2,9 @@
 
 On NVIDIA's GPUs one row takes one launch and is not quantised (:mod:`atom_core.kernels.fp8_linear.one_row`). Otherwise
 one launch quantises the input and applies the norm before it. :mod:`.few_rows` multiplies up to 64 rows, on Hopper and
-whole blocks :mod:`.few_rows_hopper`, and that up to 256 by small weights. :mod:`.many_rows`, or on Hopper
-:mod:`.cublas`, multiplies more; a fused norm or activation may have quantised those already, and a norm with a small
-product beside this one 2 to 16 rows.
+whole blocks :mod:`.few_rows_hopper` or :mod:`.specialized_hopper`, and the latter up to 256 by small weights.
+:mod:`.many_rows`, or on Hopper :mod:`.cublas`, multiplies more; a fused norm or activation may have quantised those
+already, and a norm with a small product beside this one 2 to 16 rows.
 """
 
 from __future__ import annotations

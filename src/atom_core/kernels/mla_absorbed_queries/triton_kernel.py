@@ -26,8 +26,8 @@ from atom_core.kernels.triton_support import cdiv, launch_options, next_power_of
 if TYPE_CHECKING:
     from atom_core.kernels.mla_cache import MlaSpec, MlaWeights
 
-#: The most tokens that use small tiles, for many programs: of many heads, which have enough, and of others. An H200
-#: takes 4.8 us for 32 tokens of 128 heads with the larger tile, and 11.2 with the smaller.
+#: The most tokens that use small tiles, for many programs: of layers with many heads, which have enough programs
+#: anyway, and of others. An H200 takes 4.8 us for 32 tokens of 128 heads with the larger tile, 11.2 with the smaller.
 _MANY_HEADS, _FEW_OF_MANY_HEADS, _FEW_TOKENS = 64, 16, 64
 #: The most tokens of a launch.
 _MAX_TOKENS = 256

@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 
-from atom_core.kernels.fp8_block_linear import few_rows
+from atom_core.batch import BatchShape
+from atom_core.kernels.fp8_block_linear import few_rows, triton_kernel
 from atom_core.kernels.fp8_block_linear.few_rows import multiply_few_rows, takes_more
 from atom_core.kernels.fp8_block_linear.hopper_tiles import BlockTile, SpecializedTile, tile_for
 from atom_core.kernels.fp8_linear.reference import E4M3
 from atom_core.kernels.gated_activation.reference import gated_activation
+from atom_core.kernels.select import Target
 from tests.gluon_on_cpu import on_cpu
 
 MODULES = [f"atom_core.kernels.fp8_block_linear.{name}_hopper" for name in ("few_rows", "specialized")]
@@ -67,7 +69,7 @@ def test_it_multiplies(multiply, size, rows):
 
 
 @pytest.mark.parametrize("rows", [2, 8, 17, 64])
-@pytest.mark.parametrize("size", [(8512, 384), (8512, 128), (16960, 256), (25408, 512)], ids=str)
+@pytest.mark.parametrize("size", [(8512, 1664), (8512, 128), (16960, 256), (25408, 640)], ids=str)
 def test_it_multiplies_by_so_many_outputs_that_programs_share_a_multiprocessor(multiply, size, rows):
     given = operands(rows, *size)
     assert isinstance(tile_for(rows, size[0], False), BlockTile)
@@ -120,6 +122,18 @@ def test_it_activates_gates(multiply):
     # Values as a gate has them.
     given = (given[0], given[1] * 1e-3, *given[2:])
     assert_close(multiply(*given, activation="silu"), gated_activation(by_definition(*given), "silu"))
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_rows_with_one_compile_key_have_one_tile(monkeypatch, activated):
+    monkeypatch.setattr(triton_kernel, "on_hopper", lambda device: True)
+    kernel = triton_kernel.TritonFp8BlockLinear(Target("cuda", "sm90"), True, torch.bfloat16)
+    cpu = torch.device("cpu")
+    keys = [tuple(kernel.compile_keys(BatchShape((1,) * rows, 64), cpu)) for rows in range(1, 257)]
+    for outputs in range(64, 40000, 320):
+        tiles = [tile_for(rows, outputs, activated) for rows in range(1, 257)]
+        # One row has a kernel of its own.
+        assert len(set(zip(keys[1:], tiles[1:], strict=True))) == len(set(keys[1:]))
 
 
 @pytest.mark.parametrize(

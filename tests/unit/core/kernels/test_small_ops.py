@@ -456,6 +456,8 @@ def test_a_tile_that_is_tried_is_taken_for_its_shape_alone_and_no_longer():
         (65, 1024, 2048, 1, True, None),
         (65, 1024, 2048, 2, False, None),
         (65, 1024, 2000, 2, True, None),
+        (65, 129280, 7168, 2, True, None),
+        (256, 151936, 4096, 2, True, None),
     ],
 )
 def test_more_than_64_rows_are_ours_by_a_small_weight_on_hopper(
@@ -465,6 +467,25 @@ def test_more_than_64_rows_are_ours_by_a_small_weight_on_hopper(
 
     tile = tile_for(rows, out_features, in_features, itemsize, nvidia=True, hopper=hopper)
     assert (None if tile is None else tile.tokens) == tokens
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_features", "hopper", "ours"),
+    [
+        (16, 7168, True, True),
+        (17, 7168, True, True),
+        (64, 4096, True, True),
+        (64, 2048, True, False),
+        (64, 4160, True, False),
+        (17, 7168, False, False),
+    ],
+)
+def test_a_head_of_many_inputs_is_ours_up_to_64_rows_on_hopper(rows, in_features, hopper, ours):
+    from atom_core.kernels.linear.tiles import tile_for
+
+    tile = tile_for(rows, 129280, in_features, 2, nvidia=True, hopper=hopper)
+    assert (tile is not None) == ours
+    assert tile is None or tile.kernel == "rows"
 
 
 @pytest.mark.parametrize(
