@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from atom_core.checkpoint import config_of
 from atom_core.config import ModelConfig
-from atom_core.hugging_face import check_reference, load_reference, load_tokenizer, require_transformers
+from atom_core.hugging_face import check_reference, load_reference, load_tokenizer, one_line, require_transformers
 from atom_core.models.decoder import Decoder
 from atom_core.models.read_config import read_model_config
 from atom_core.standalone import Runner
@@ -159,7 +159,7 @@ def compare_models(
     """Compare two loaded models; see :func:`compare`."""
     with _recorded_of_ours(runner.model.model) as ours:
         ours["logits"] = runner.logits(tokens)
-    with _recorded(reference.model) as theirs:
+    with one_line(directory, "run"), _recorded(reference.model) as theirs:
         theirs["logits"] = reference(torch.tensor([list(tokens)], device=runner.runtime.device)).logits[0]
     assert ours.keys() == theirs.keys(), "both models have the same stages"
     stages = tuple(_stage(name, ours[name], theirs[name]) for name in ours)
@@ -170,7 +170,7 @@ def compare_models(
         num_tokens=len(tokens),
         tolerance=tolerance,
         stages=stages,
-        continuation=_continue(runner, reference, tokens, new_tokens, tolerance),
+        continuation=_continue(runner, reference, tokens, new_tokens, tolerance, directory),
     )
 
 
@@ -231,12 +231,16 @@ def _stage(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Stage:
     return Stage(name, (ours - theirs).abs().max().item(), (theirs.max() - theirs.min()).item())
 
 
-def _continue(runner: Runner, reference: Any, tokens: Sequence[int], new_tokens: int, tolerance: float) -> Continuation:
+def _continue(
+    runner: Runner, reference: Any, tokens: Sequence[int], new_tokens: int, tolerance: float, directory: Path
+) -> Continuation:
     (ours,) = runner.generate([tokens], new_tokens)
     theirs: list[int] = []
     tied, step, cache = False, list(tokens), None
     for own in ours:
-        result = reference(torch.tensor([step], device=runner.runtime.device), past_key_values=cache, use_cache=True)
+        with one_line(directory, "run"):
+            given = torch.tensor([step], device=runner.runtime.device)
+            result = reference(given, past_key_values=cache, use_cache=True)
         logits, cache = result.logits[0, -1].double(), result.past_key_values
         token = int(logits.argmax())
         if token != own and theirs == ours[: len(theirs)]:

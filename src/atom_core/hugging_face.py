@@ -106,8 +106,8 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 @contextmanager
-def one_line(path: Path) -> Iterator[None]:
-    """Turn whatever Transformers raises on ``path`` into a ValueError of one line.
+def one_line(path: Path, doing: str = "load") -> Iterator[None]:
+    """Turn whatever Transformers raises while ``doing`` something with ``path`` into a ValueError of one line.
 
     Raises:
         ValueError: the version of Transformers, ``path``, and the start of what it said.
@@ -118,7 +118,7 @@ def one_line(path: Path) -> Iterator[None]:
         from transformers import __version__
 
         raise ValueError(
-            f"Transformers {__version__} cannot load {path}, so there is no model to compare with: "
+            f"Transformers {__version__} cannot {doing} {path}, so there is no model to compare with: "
             + ": ".join(filter(None, (type(error).__name__, _start(str(error)))))
         ) from error
 

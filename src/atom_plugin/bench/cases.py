@@ -82,6 +82,8 @@ class Case:
     unrounded: Contender | None = None
     """The reference without quantised inputs: if intermediate values are quantised too, valid contenders may differ by
     as much as quantisation changes the result."""
+    operand_bits: int = 16
+    """Of the numbers that matrix products multiply."""
 
 
 @dataclass(frozen=True)

@@ -82,14 +82,20 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """The GPU's measured limits: memory bandwidth, and operations per second of matrix products."""
+    """The GPU's measured limits: memory bandwidth, and operations per second of matrix products in 16 bits."""
 
     memory: Ceiling
     products: float
 
-    def least_seconds(self, case: Work) -> tuple[float, bool]:
-        """A call's minimum time, and whether memory bandwidth bounds it."""
-        moving, computing = case.num_bytes / self.memory.bandwidth, case.num_operations / self.products
+    def least_seconds(self, case: Work, operand_bits: int = 16) -> tuple[float, bool]:
+        """A call's minimum time, and whether memory bandwidth bounds it.
+
+        Args:
+            case: the call.
+            operand_bits: of the numbers that are multiplied, of which 8 take half as long as 16.
+        """
+        moving = case.num_bytes / self.memory.bandwidth
+        computing = case.num_operations * operand_bits / 16 / self.products
         return max(moving, computing), moving >= computing
 
 

@@ -75,6 +75,7 @@ class _Layer:
             f"{self.tokens} tokens, {self.top_k} of {self.experts} x 3 x {self.size} x {self.hidden}",
             num_bytes=int(used * 3 * self.size * self.hidden * bits / 8) + 2 * self.tokens * self.hidden * itemsize,
             num_operations=6 * self.tokens * self.top_k * self.size * self.hidden,
+            operand_bits=8 if 8 <= bits < 16 else 16,  # MXFP4 is widened
             contenders=operands,
             exact=(exact,),
             unrounded=unrounded,

@@ -38,6 +38,7 @@ def fp8_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
                 f"{product.name} {N} x {K}, {rows} {'row' if rows == 1 else 'rows'}",
                 num_bytes=N * K + 4 * N + rows * (N + K) * itemsize,
                 num_operations=2 * rows * N * K,
+                operand_bits=8,
                 contenders={
                     "atom": partial(_our_fp8_product, product, rows),
                     "torch": partial(_torch_fp8_product, product, rows),
@@ -97,6 +98,7 @@ def fp8_block_linear_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]
                 f"{product.name} {N} x {K}, {rows} {'row' if rows == 1 else 'rows'}",
                 num_bytes=N * K + 4 * len(_blocks(N)) * len(_blocks(K)) + rows * (N + K) * itemsize,
                 num_operations=2 * rows * N * K,
+                operand_bits=8,
                 contenders=contenders,
                 exact=tuple(partial(_exact_block_product, product, rows, as_is) for as_is in (False, True)),
             )

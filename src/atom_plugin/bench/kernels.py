@@ -175,7 +175,7 @@ def measure_kernels(options: KernelOptions, say: Callable[[str], None]) -> tuple
 
 
 def _rows(model: str, case: Case, bench: Bench, limits: Limits, options: KernelOptions) -> Iterator[Row]:
-    floor, memory_bound = limits.least_seconds(case)
+    floor, memory_bound = limits.least_seconds(case, case.operand_bits)
     copies = num_copies(case.num_bytes, *cache_and_memory(bench.device))
     cached = copies * case.num_bytes < 2 * cache_and_memory(bench.device)[0]
     expected = [contender(bench, 1)(0).float().clone() for contender in case.exact]

@@ -24,12 +24,13 @@ def directory(tmp_path):
     return tmp_path
 
 
-def compare_with(directory, change):
+def compare_with(directory, change=lambda parameters: None, change_reference=lambda reference: None):
     """The comparison after ``change`` had its way with our model's parameters, by name."""
     runner = Runner(directory)
     with torch.no_grad():
         change(dict(runner.model.named_parameters()))
     reference = load_reference(directory, torch.float32, torch.device("cpu"))
+    change_reference(reference)
     return compare_models(runner, reference, random_tokens(20), 6, TOLERANCES[torch.float32], directory)
 
 
@@ -72,6 +73,18 @@ def test_a_wrong_weight_is_located_at_its_layer(directory, layer, part):
 )
 def test_a_wrong_weight_around_the_layers_is_located_too(directory, name, stage):
     assert compare_with(directory, lambda parameters: parameters[name].mul_(1.05)).first_difference.name == stage
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["prompt", "next token"])
+def test_what_transformers_cannot_run_is_one_line(directory, call):
+    calls = iter(range(1, 100))
+
+    def fail(module, given):
+        if next(calls) == call:
+            raise RuntimeError("no such kernel\nfor this device")
+
+    with pytest.raises(ValueError, match=r"^Transformers \S+ cannot run .*: RuntimeError: no such kernel$"):
+        compare_with(directory, change_reference=lambda reference: reference.register_forward_pre_hook(fail))
 
 
 def test_a_nan_is_a_difference(directory):

@@ -194,6 +194,7 @@ def test_contenders_answer_the_same(few, config, op):
 def test_a_call_is_limited_by_memory_or_by_products():
     assert LIMITS.least_seconds(SimpleNamespace(num_bytes=4000, num_operations=0)) == (1e-9, True)
     assert LIMITS.least_seconds(SimpleNamespace(num_bytes=4000, num_operations=8_000_000)) == (1e-8, False)
+    assert LIMITS.least_seconds(SimpleNamespace(num_bytes=4000, num_operations=8_000_000), 8) == (5e-9, False)
 
 
 @pytest.mark.parametrize(
