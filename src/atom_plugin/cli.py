@@ -14,7 +14,7 @@ from atom_plugin.bench.cli import app as bench_app
 from atom_plugin.common import flag_tables, support, versions
 from atom_plugin.common.flags import Row
 from atom_plugin.common.settings import load_settings, readable_settings, unknown_variables, variables
-from atom_plugin.doctor import checkpoint, command, environment, hybrid, overrides, report, speculation
+from atom_plugin.doctor import checkpoint, command, environment, hybrid, overrides, report, sharing, speculation
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import FRAMEWORKS, VLLM
 from atom_plugin.sglang.flags import TABLE as SGLANG_FLAGS
@@ -62,8 +62,13 @@ def doctor(
     findings += check_aiter(target, readable_settings(environ))
     model = command.local_model(examined)
     if model and asked:
-        ranks, changed = command.tensor_parallel_size(examined), overrides.overrides_of(examined)
-        findings += checkpoint.check_checkpoint(model, ranks, asked, changed)
+        findings += checkpoint.check_checkpoint(
+            model,
+            framework=asked,
+            overrides=overrides.overrides_of(examined),
+            load_format=examined.flags.get("--load-format", "auto"),
+            **sharing.Sharing.of(examined)._asdict(),
+        )
         findings += hybrid.check_images(model, examined)
         findings += hybrid.check_states(model, examined, environ, target)
         findings += speculation.check_own_layers(model, examined)

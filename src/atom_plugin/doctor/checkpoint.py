@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from atom_plugin.common.load_formats import UNCHECKED_FORMATS
 from atom_plugin.doctor.command import Command
 from atom_plugin.doctor.finding import Finding
 from atom_plugin.doctor.framework import VLLM, Framework
@@ -21,8 +22,20 @@ def check_checkpoint(
     tensor_parallel_size: int = 1,
     framework: Framework = VLLM,
     overrides: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    expert_parallel: bool = False,
+    data_parallel_size: int = 1,
+    load_format: str = "auto",
 ) -> Iterable[Finding]:
-    """Errors in `folder`: in its config, as `overrides` change it, or weights whose headers do not fit the model."""
+    """Errors in `folder`: in its config, as `overrides` change it, or weights whose headers do not fit the model.
+
+    Args:
+        folder: the checkpoint.
+        tensor_parallel_size, expert_parallel, data_parallel_size: see :class:`atom_plugin.doctor.sharing.Sharing`.
+        framework: the server's.
+        overrides: of values of ``config.json``.
+        load_format: of the server; with one of :data:`UNCHECKED_FORMATS` it reads no weights from the folder.
+    """
     # These import torch, which other checks of the doctor do not need.
     from atom_core.checkpoint import config_of, read_config_json
     from atom_core.loading import check_files
@@ -43,8 +56,16 @@ def check_checkpoint(
             consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: read_model_config(values))
     if not findings:
+        config = read_model_config(values)
         findings = found(
-            lambda: check_files(read_model_config(values), folder, tensor_parallel_size, read_quantization(values))
+            lambda: check_files(
+                config,
+                None if load_format in UNCHECKED_FORMATS else folder,
+                tensor_parallel_size,
+                read_quantization(values),
+                expert_parallel,
+                data_parallel_size if config.has_mixtures else 1,
+            )
         )
     return findings
 

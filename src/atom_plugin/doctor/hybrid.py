@@ -49,6 +49,7 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 _ALIASES = {
     "attn_dp_size": ("--attention-data-parallel-size",),
     "dp_size": ("--data-parallel-size", "--dp"),
+    "ep_size": ("--expert-parallel-size", "--ep"),
     "tp_size": ("--tensor-parallel-size", "--tp"),
     "pp_size": ("--pipeline-parallel-size", "--pp"),
 }
@@ -107,14 +108,18 @@ def check_sglang_settings(folder: Path, command: Command, target: Target) -> Ite
     if read is None:
         return
     given, (values, config) = ServerArguments(command), read
-    # --enable-dp-attention with --dp-size is SGLang's older way to say --attn-dp-size.
-    dp_size = given.attn_dp_size or (given.dp_size if given.enable_dp_attention else None) or 1
-    reasons = said(lambda: check_data_parallel(config, given.tp_size or 1, dp_size))
+    reasons = said(lambda: check_data_parallel(config, given.tp_size or 1, data_parallel_attention(given)))
     if config.has_states:
         has_images = of_text(values) is not values
         reasons += refused_in_configuration(given, config.architecture, given.device or target.kind, has_images)
     for reason in reasons:
         yield Finding.of(reason, SGLANG.refused, f"Leave it out, or {SGLANG.otherwise} for this model.")
+
+
+def data_parallel_attention(given: ServerArguments) -> int:
+    """The groups of ranks among which SGLang shares requests out within a model."""
+    # --enable-dp-attention with --dp-size is its older way to say --attn-dp-size.
+    return given.attn_dp_size or (given.dp_size if given.enable_dp_attention else None) or 1
 
 
 def check_sglang_drafts(folder: Path, command: Command, environ: Mapping[str, str]) -> Iterable[Finding]:
