@@ -25,6 +25,7 @@ NVIDIA = {
     "experts.few_tokens_hopper.down_of_few_hopper",
     "experts.hopper.grouped_rows_hopper",
     "fp8_block_linear.few_rows_hopper.few_rows_hopper",
+    "fp8_block_linear.specialized_hopper.specialized_rows_hopper",
     "fp8_experts.hopper.expert_rows_fp8_hopper",
     "gated_delta_net.hopper.gated_delta_decode_hopper",
     "mla_attention.hopper.latent_decode_hopper",
@@ -38,7 +39,7 @@ NVIDIA = {
 
 
 def launched_kernels() -> set[str]:
-    """Functions in Triton and Gluon that no other one calls, so that somebody must launch them."""
+    """Functions in Triton and Gluon that no other one calls, or has warps run, so that somebody must launch them."""
     functions, called = set(), set()
     for path in KERNELS.rglob("*.py"):
         module = path.relative_to(KERNELS).with_suffix("").as_posix().replace("/", ".")
@@ -48,8 +49,10 @@ def launched_kernels() -> set[str]:
             if not any(ast.unparse(it).startswith(("triton.jit", "gluon.jit")) for it in node.decorator_list):
                 continue
             functions.add((module, node.name))
-            calls = (it.func for it in ast.walk(node) if isinstance(it, ast.Call))
-            called.update(it.id for it in calls if isinstance(it, ast.Name))
+            for call in (it for it in ast.walk(node) if isinstance(it, ast.Call)):
+                handed = call.args if ast.unparse(call.func).endswith("warp_specialize") else ()
+                names = (call.func, *(it for part in handed for it in ast.walk(part)))
+                called.update(it.id for it in names if isinstance(it, ast.Name))
     return {f"{module}.{name}" for module, name in functions if name not in called}
 
 

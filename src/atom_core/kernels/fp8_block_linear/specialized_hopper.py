@@ -67,7 +67,7 @@ def _copy(given, OVERLAP: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(given, GROUP: gl.constexpr, SIZE: gl.constexpr, OVERLAP: gl.constexpr):
+def _multiply_in_turns(given, GROUP: gl.constexpr, SIZE: gl.constexpr, OVERLAP: gl.constexpr):
     """Multiply the tiles of every third step, from ``GROUP`` on."""
     (
         input_scales, scales, bias, residual, y, tiles, inputs, sums, full, empty, done, row, token, steps, M, N,
@@ -162,9 +162,9 @@ def specialized_rows_hopper(
     # Constants are written where they are given: what a variable has is a number of the GPU's.
     gl.warp_specialize(
         [
-            (_multiply, (given, 0, SIZE, OVERLAP)),
-            (_multiply, (given, 1, SIZE, OVERLAP)),
-            (_multiply, (given, 2, SIZE, OVERLAP)),
+            (_multiply_in_turns, (given, 0, SIZE, OVERLAP)),
+            (_multiply_in_turns, (given, 1, SIZE, OVERLAP)),
+            (_multiply_in_turns, (given, 2, SIZE, OVERLAP)),
             (_copy, (copied, OVERLAP)),
         ],
         [4, 4, 1],
