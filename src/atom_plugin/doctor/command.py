@@ -25,6 +25,7 @@ _ON, _OFF = ("1", "true"), ("0", "false")
 _SHORT = {"--compilation-config": "-cc", "-ac": "--attention-config", "-sc": "--speculative-config"}
 _TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 _PIPELINE_PARALLEL_FLAGS = ("--pipeline-parallel-size", "-pp")
+_DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,16 @@ def tensor_parallel_size(command: Command) -> int:
 
 def pipeline_parallel_size(command: Command) -> int:
     """The number of pipeline stages in vLLM, 1 at least."""
-    value = _first(command.flags, _PIPELINE_PARALLEL_FLAGS)
+    return _at_least_one(command, _PIPELINE_PARALLEL_FLAGS)
+
+
+def data_parallel_size(command: Command) -> int:
+    """The number of data-parallel ranks in vLLM, 1 at least."""
+    return _at_least_one(command, _DATA_PARALLEL_FLAGS)
+
+
+def _at_least_one(command: Command, flags: Sequence[str]) -> int:
+    value = _first(command.flags, flags)
     return max(1, int(value)) if value is not None and value.isdecimal() else 1
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atom_plugin.doctor.command import Command, tensor_parallel_size
+from atom_plugin.doctor.command import Command, data_parallel_size, tensor_parallel_size
 from atom_plugin.doctor.framework import SGLANG
 from atom_plugin.doctor.hybrid import ServerArguments, data_parallel_attention
 
-#: vLLM's flags, with their short forms.
-_EXPERT_PARALLEL, _DATA_PARALLEL = ("--enable-expert-parallel", "-ep"), ("--data-parallel-size", "-dp")
+#: vLLM's flag, and its short form.
+_EXPERT_PARALLEL = ("--enable-expert-parallel", "-ep")
 
 
 class Sharing(NamedTuple):
@@ -28,11 +28,8 @@ class Sharing(NamedTuple):
         ranks = tensor_parallel_size(command)
         if command.framework is SGLANG:
             given = ServerArguments(command)
-            groups = data_parallel_attention(given)
-            # Other numbers are refused by a check of their own.
-            shared = ranks // groups if groups and ranks % groups == 0 else ranks
+            # Numbers below 1, or that do not divide the ranks, are refused by a check of their own.
+            groups = max(1, data_parallel_attention(given))
+            shared = ranks // groups if ranks % groups == 0 else ranks
             return cls(shared, (given.ep_size or 1) > 1, groups)
-        flags = command.flags
-        value = next((flags[it] for it in _DATA_PARALLEL if it in flags), "")
-        whole = any(it in flags for it in _EXPERT_PARALLEL)
-        return cls(ranks, whole, int(value) if value.isdecimal() and int(value) else 1)
+        return cls(ranks, any(it in command.flags for it in _EXPERT_PARALLEL), data_parallel_size(command))

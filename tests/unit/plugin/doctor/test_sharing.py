@@ -40,6 +40,7 @@ def test_of_vllm(flags, sharing):
         # Another check refuses these.
         ("--tp 4 --attn-dp-size 3", Sharing(4, False, 3)),
         ("--tp 4 --attn-dp-size 0", Sharing(4)),
+        ("--tp 4 --attn-dp-size=-2", Sharing(4)),
     ],
 )
 def test_of_sglang(flags, sharing):
