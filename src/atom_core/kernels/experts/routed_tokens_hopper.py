@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -30,15 +29,13 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.experts.few_routed_tokens_hopper import COLUMNS
 from atom_core.kernels.gated_activation.triton_kernel import gated
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, ready
+from atom_core.kernels.linear.few_rows_hopper import all_copied, barrier, depend, load, load_tile, ready
 from atom_core.kernels.linear.tiles import aligned
 from atom_core.kernels.triton_support import cdiv, launch_options
 
 if TYPE_CHECKING:
     from atom_core.kernels.experts.grouped import Blocks
 
-#: Gluon renamed this between Triton 3.6 and 3.9.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _gated = gluon.jit(gated.fn)
 
 #: Rows of each of a program's two weight tiles: gate and up rows, or adjacent rows.
@@ -60,11 +57,11 @@ def _ask_weight(tiles, bars, weight, first, second, step, steps, place, BLOCKED:
     mbarrier.expect(bar, size, pred=there)
     if BLOCKED:
         # As a matrix whose rows are as wide as a block: all rows of one block come before those of the next.
-        _load_tile(weight, [first * steps + step * ROWS, 0], bar, tiles.index(2 * place), pred=there)
-        _load_tile(weight, [second * steps + step * ROWS, 0], bar, tiles.index(2 * place + 1), pred=there)
+        load_tile(weight, [first * steps + step * ROWS, 0], bar, tiles.index(2 * place), pred=there)
+        load_tile(weight, [second * steps + step * ROWS, 0], bar, tiles.index(2 * place + 1), pred=there)
     else:
-        _load_tile(weight, [first, step * COLUMNS], bar, tiles.index(2 * place), pred=there)
-        _load_tile(weight, [second, step * COLUMNS], bar, tiles.index(2 * place + 1), pred=there)
+        load_tile(weight, [first, step * COLUMNS], bar, tiles.index(2 * place), pred=there)
+        load_tile(weight, [second, step * COLUMNS], bar, tiles.index(2 * place + 1), pred=there)
 
 
 @gluon.jit

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,12 +22,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom_core.kernels.fp8_block_linear.hopper_tiles import ROWS, SpecializedTile
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend, finish
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, finish, load_tile
 from atom_core.kernels.triton_support import cdiv, launch_options
 from atom_core.quant.fp8 import BLOCK_SIZE
-
-#: Gluon renamed this between Triton 3.6 and 3.9.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 #: Warp groups that multiply, and tiles in flight or being multiplied: a multiple of the groups. A barrier does not tell
 #: a step from the one after the next in the same place, so all steps of a place have to be one group's.
@@ -47,19 +43,19 @@ def _copy(given, OVERLAP: gl.constexpr):
     for stage in gl.static_range(STAGES):
         there = stage < steps
         mbarrier.expect(full.index(stage), size, pred=there)
-        _load_tile(weight, [row, stage * SIZE], full.index(stage), tiles.index(stage), pred=there)
+        load_tile(weight, [row, stage * SIZE], full.index(stage), tiles.index(stage), pred=there)
     if OVERLAP:
         depend("griddepcontrol.wait; // $0")
     for stage in gl.static_range(STAGES):
         there = stage < steps
-        _load_tile(x, [token, stage * SIZE], full.index(stage), inputs.index(stage), pred=there)
+        load_tile(x, [token, stage * SIZE], full.index(stage), inputs.index(stage), pred=there)
     place = 0
     phase = 0
     for step in range(STAGES, steps):
         mbarrier.wait(empty.index(place), phase)
         mbarrier.expect(full.index(place), size)
-        _load_tile(weight, [row, step * SIZE], full.index(place), tiles.index(place))
-        _load_tile(x, [token, step * SIZE], full.index(place), inputs.index(place))
+        load_tile(weight, [row, step * SIZE], full.index(place), tiles.index(place))
+        load_tile(x, [token, step * SIZE], full.index(place), inputs.index(place))
         place += 1
         if place == STAGES:
             place = 0

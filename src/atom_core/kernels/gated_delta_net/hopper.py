@@ -29,15 +29,14 @@ from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_delta_net.triton_parts import assert_layout, gates, located, normed, silu
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_core.kernels.launch import entry_kernel
-from atom_core.kernels.linear.few_rows_hopper import barrier, depend
+from atom_core.kernels.linear.few_rows_hopper import barrier, depend, load_tile
 from atom_core.kernels.linear.tiles import why_no_gluon
 from atom_core.kernels.triton_support import launch_options, multiprocessors, next_power_of_2
 
 if TYPE_CHECKING:
     from atom_core.kernels.gated_delta_net import GatedDeltaNetSpec
 
-#: Gluon renamed these between Triton 3.6 and 3.9.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+#: Gluon renamed this between Triton 3.6 and 3.9.
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _decay_and_beta, _located = gluon.jit(gates.fn), gluon.jit(located.fn)
 _normed, _silu = gluon.jit(normed.fn), gluon.jit(silu.fn)
@@ -96,7 +95,7 @@ def _ask(states, ring, full, place, row, has):
     bar = full.index(place)
     size: gl.constexpr = ring.shape[1] * ring.shape[2] * ring.dtype.primitive_bitwidth // 8
     mbarrier.expect(bar, size, pred=has)
-    _load_tile(states, [row, 0], bar, ring.index(place), pred=has)
+    load_tile(states, [row, 0], bar, ring.index(place), pred=has)
     mbarrier.arrive(bar, pred=has == 0)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from atom_core.kernels.eviction import EVICT_LAST
 from atom_core.kernels.gated_activation.triton_kernel import gated
@@ -21,6 +21,7 @@ from atom_core.kernels.launch import entry_kernel
 
 #: Gluon renamed these between Triton 3.6 and 3.9.
 load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _gated = gluon.jit(gated.fn)
 
