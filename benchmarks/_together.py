@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from benchmarks import IMPLEMENTATIONS
@@ -26,7 +24,6 @@ from benchmarks._runs import (
     serve_command,
     timed,
     warm_up,
-    with_caches,
 )
 from benchmarks._served import Message, Served, answer
 
@@ -55,12 +52,11 @@ class Together:
         self.arguments = arguments
         self.lines = lines_of(module)
         self.answers: dict[str, str] = {}
-        self.folder = tempfile.TemporaryDirectory()
-        folder = Path(self.folder.name)
         self.served: dict[str, Served] = {}
         for name in IMPLEMENTATIONS:
             # One after the other, for an engine that starts measures how fast kernels are, and how much memory is free.
-            self.served[name] = Served(name, serve_command(module, model, name), with_caches(folder / name))
+            # Starts are not compared, so both have the caches of compiled code that the machine has.
+            self.served[name] = Served(name, serve_command(module, model, name))
             self.served[name].next()
 
     def run(self) -> Rounds:
