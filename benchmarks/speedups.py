@@ -32,8 +32,8 @@ LEFT_OUT = ("CPU",)
 NOTES = {
     "¹": "Native ran without DeepGEMM and FlashInfer's FP8 product, which it has for its users on Hopper.",
     "²": (
-        "Native ran on Triton's attention; its default on Hopper is FlashAttention 3, beside which Qwen3.5 alone is "
-        "measured."
+        "Native ran on Triton's attention; its default on Hopper is FlashAttention 3, beside which the rows of SGLang "
+        "without this mark are measured."
     ),
 }
 #: What native ran with where a row says so by name.
