@@ -14,6 +14,9 @@ from pathlib import Path
 
 from tests.integration.processes import run_group
 
+#: What vLLM calls the drafts by layers of the checkpoints themselves, before it knows that a model is ours.
+DRAFTS = ("DeepSeekMTPModel", "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP")
+
 
 @functools.cache
 def inspect_all() -> None:
@@ -24,17 +27,16 @@ def inspect_all() -> None:
 
 
 def main() -> None:
-    """Look at each class that is there; a version of vLLM may not have all of them."""
+    """Look at each class; a version of vLLM may not have all models, but has all drafts."""
     from vllm import ModelRegistry
     from vllm.model_executor.models import registry
 
-    from atom_core.models.registry import DRAFTS, supported_architectures
+    from atom_core.models.registry import supported_architectures
 
     registry._run_in_subprocess = lambda look: look()
-    drafts = [draft for _, draft in DRAFTS.values()]
-    for architecture in dict.fromkeys([*supported_architectures(), *drafts]):
-        if architecture in ModelRegistry.models:
-            ModelRegistry.models[architecture].inspect_model_cls()
+    known = [architecture for architecture in supported_architectures() if architecture in ModelRegistry.models]
+    for architecture in (*known, *DRAFTS):
+        ModelRegistry.models[architecture].inspect_model_cls()
 
 
 if __name__ == "__main__":
