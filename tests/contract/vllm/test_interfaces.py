@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from vllm.config import VllmConfig
@@ -23,6 +22,7 @@ from atom_core.models.registry import DRAFTS, load_draft_class, supported_archit
 from atom_plugin.vllm import ARCHITECTURE_PREFIX, attention_backends, drafts, models
 from atom_plugin.vllm.attention import VllmLinearAttention, VllmPagedAttention
 from atom_plugin.vllm.states import AtomStateBackend, AtomStateGraphBackend, AtomStateMetadataBuilder
+from tests.integration.vllm.inspected import STAND_INS, THEIR_DRAFTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.smoke]
 
@@ -143,13 +143,6 @@ LACKING = (
 
 #: Fields that our classes of a multimodal checkpoint's text have of another value.
 OF_IMAGES = re.compile("multimodal|video|mm_")
-THEIR_DRAFTS = {
-    "DeepseekV3Draft": "DeepSeekMTPModel",
-    "Qwen3NextDraft": "Qwen3NextMTP",
-    "Qwen35Draft": "Qwen3_5MTP",
-    "Qwen35MoeDraft": "Qwen3_5MoeMTP",
-}
-STAND_INS = Path(__file__).parents[2] / "integration" / "vllm" / "stand_ins"
 
 
 def found_out(name, monkeypatch):

@@ -14,14 +14,21 @@ from pathlib import Path
 
 from tests.integration.processes import run_group
 
-#: What vLLM calls the drafts by layers of the checkpoints themselves, before it knows that a model is ours.
-DRAFTS = ("DeepSeekMTPModel", "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP")
+#: vLLM's own draft by layers of the checkpoint itself, for each class of ours. vLLM looks at it before it knows that a
+#: model is ours.
+THEIR_DRAFTS = {
+    "DeepseekV3Draft": "DeepSeekMTPModel",
+    "Qwen3NextDraft": "Qwen3NextMTP",
+    "Qwen35Draft": "Qwen3_5MTP",
+    "Qwen35MoeDraft": "Qwen3_5MoeMTP",
+}
+STAND_INS = Path(__file__).with_name("stand_ins")
 
 
 @functools.cache
 def inspect_all() -> None:
     """Have all of them looked at, once for a run of the tests."""
-    path = [str(Path(__file__).with_name("stand_ins")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(STAND_INS), *filter(None, [os.environ.get("PYTHONPATH")])]
     finished = run_group([sys.executable, __file__], {"PYTHONPATH": os.pathsep.join(path)}, 300)
     assert finished.returncode == 0, finished.tail()
 
@@ -35,7 +42,7 @@ def main() -> None:
 
     registry._run_in_subprocess = lambda look: look()
     known = [architecture for architecture in supported_architectures() if architecture in ModelRegistry.models]
-    for architecture in (*known, *DRAFTS):
+    for architecture in (*known, *THEIR_DRAFTS.values()):
         ModelRegistry.models[architecture].inspect_model_cls()
 
 
