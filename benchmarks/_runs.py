@@ -60,6 +60,10 @@ class Generated(NamedTuple):
     """
 
 
+#: Runs prompts of token ids to so many new tokens each.
+Generate = Callable[[list[list[int]], int], Generated]
+
+
 class Run(NamedTuple):
     """A run of a shape."""
 
@@ -76,8 +80,9 @@ class Run(NamedTuple):
 class Started:
     """An engine that is ready."""
 
-    generate: Callable[[list[list[int]], int], Generated]
-    """Runs prompts of token ids to so many new tokens each."""
+    generate: Generate
+    repeat: Generate
+    """Its answers do not depend on what ran before, as a sampler's random numbers do."""
     cache_tokens: int
     """The capacity of its cache."""
     stop: Callable[[], object]
@@ -90,10 +95,10 @@ def prompts_of(shape: Shape, model: str) -> list[list[int]]:
     return [[generator.randrange(vocabulary) for _ in range(shape.input_len)] for _ in range(shape.batch)]
 
 
-def timed(engine: Started, prompts: list[list[int]], tokens: int) -> Run:
+def timed(generate: Generate, prompts: list[list[int]], tokens: int) -> Run:
     """One run."""
     begin = time.perf_counter()
-    generated = engine.generate(prompts, tokens)
+    generated = generate(prompts, tokens)
     return Run(time.perf_counter() - begin, generated)
 
 
@@ -101,7 +106,7 @@ def warm_up(engine: Started, prompts: list[list[int]], output_len: int) -> None:
     """Decode for :data:`WARM_SECONDS`."""
     until = time.perf_counter() + WARM_SECONDS
     while time.perf_counter() < until:
-        timed(engine, prompts, output_len)
+        timed(engine.generate, prompts, output_len)
 
 
 def run_shapes(
@@ -113,11 +118,11 @@ def run_shapes(
     """
     found: dict[Shape, dict[str, list[float]]] = {shape: {"ttft": [], "tpot": []} for shape in prompts}
     for given in prompts.values():
-        timed(engine, given, WARM_TOKENS)
+        timed(engine.generate, given, WARM_TOKENS)
     for repetition in range(repetitions):
         for shape in list(prompts)[:: -1 if repetition % 2 else 1]:
-            ttft = timed(engine, prompts[shape], 1).seconds
-            whole = timed(engine, prompts[shape], output_len).behind_first(ttft)
+            ttft = timed(engine.generate, prompts[shape], 1).seconds
+            whole = timed(engine.generate, prompts[shape], output_len).behind_first(ttft)
             found[shape]["ttft"].append(ttft)
             found[shape]["tpot"].append(whole / (output_len - 1))
     return found

@@ -29,6 +29,8 @@ from benchmarks._served import Message, Served, answer
 
 #: Runs a shape for so many new tokens in one of the two.
 Runs = Callable[[str, Shape, int], Run]
+#: The answers of such a run, which do not depend on what ran before.
+Answers = Callable[[str, Shape, int], list[list[int]]]
 
 
 def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespace], Started]) -> None:
@@ -38,7 +40,7 @@ def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespa
 
     def run(asked: Message) -> Message:
         prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
-        ran = timed(engine, prompts, asked["tokens"])
+        ran = timed(engine.repeat if asked["repeat"] else engine.generate, prompts, asked["tokens"])
         return {"seconds": ran.seconds, **ran.generated._asdict()}
 
     answer(arguments.replies, {}, run)
@@ -62,7 +64,8 @@ class Together:
     def run(self) -> Rounds:
         """Every figure of every turn."""
         asked = self.arguments
-        rounds, self.answers = take_turns(self._run, asked.shapes, asked.output_len, asked.repetitions)
+        self.answers = compare_answers(self._answers, asked.shapes, asked.output_len)
+        rounds = take_turns(self._run, asked.shapes, asked.output_len, asked.repetitions)
         self.end()
         return rounds
 
@@ -84,9 +87,12 @@ class Together:
         for engine in self.served.values():
             engine.process.wait()
 
-    def _run(self, name: str, shape: Shape, tokens: int) -> Run:
-        found = self.served[name].ask({"shape": str(shape), "tokens": tokens})
+    def _run(self, name: str, shape: Shape, tokens: int, repeat: bool = False) -> Run:
+        found = self.served[name].ask({"shape": str(shape), "tokens": tokens, "repeat": repeat})
         return Run(found.pop("seconds"), Generated(**found))
+
+    def _answers(self, name: str, shape: Shape, tokens: int) -> list[list[int]]:
+        return self._run(name, shape, tokens, repeat=True).generated.answers
 
 
 def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
@@ -109,14 +115,22 @@ def _alike(one: list[int], other: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
 
 
-def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int) -> tuple[Rounds, dict[str, str]]:
-    """Milliseconds of every turn, by figure and implementation, in alternating order; and the agreement of answers.
+def compare_answers(answers: Answers, shapes: list[Shape], output_len: int) -> dict[str, str]:
+    """The agreement of both engines' answers, by shape. This warms each shape as well."""
+    said = {}
+    for shape in shapes:
+        said[str(shape)] = agreement(*(answers(name, shape, output_len) for name in IMPLEMENTATIONS))
+        print(f"{shape} answers: {said[str(shape)]}", flush=True)
+    return said
+
+
+def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int) -> Rounds:
+    """Milliseconds of every turn, by figure and implementation, in alternating order.
 
     Turns pass through all shapes, every other one backwards: what changes with time is no shape's alone.
     """
     names = list(IMPLEMENTATIONS)
     rounds: dict[str, dict[str, list[float]]] = {}
-    answers: dict[str, str] = {}
     for shape in shapes:
         rounds |= {f"{shape} {figure}, ms": {name: [] for name in names} for figure in ("tpot", "ttft")}
         for name in names:
@@ -126,9 +140,6 @@ def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int
         for shape in shapes[:: -1 if repetition % 2 else 1]:
             first = {name: run(name, shape, 1).seconds for name in order}
             whole = {name: run(name, shape, output_len) for name in order}
-            if not repetition:
-                answers[str(shape)] = agreement(*(whole[name].generated.answers for name in names))
-                print(f"{shape} answers: {answers[str(shape)]}", flush=True)
             tpot, ttft = (rounds[f"{shape} {figure}, ms"] for figure in ("tpot", "ttft"))
             for name in names:
                 tpot[name].append(whole[name].behind_first(first[name]) / (output_len - 1) * 1e3)
@@ -137,4 +148,4 @@ def take_turns(run: Runs, shapes: list[Shape], output_len: int, repetitions: int
             of_shape = summarise({it: rounds[it] for it in (f"{shape} tpot, ms", f"{shape} ttft, ms")})
             rows = (f"{it.figure} {it.native.median:.4g} / {it.atom.median:.4g} x{it.ratio:.3f}" for it in of_shape)
             print("; ".join(rows), flush=True)
-    return rounds, answers
+    return rounds

@@ -52,14 +52,18 @@ def start(arguments: argparse.Namespace) -> Started:
     }
     engine = sglang.Engine(**options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> Generated:
-        sampling = {"temperature": arguments.temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    def generate(prompts: list[list[int]], tokens: int, temperature: float = arguments.temperature) -> Generated:
+        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
         found = engine.generate(input_ids=prompts, sampling_params=sampling)
         times = [it["meta_info"] for it in found]
         decoding = max(it["request_finished_ts"] for it in times) - max(it["prefill_finished_time"] for it in times)
         return Generated([it["output_ids"] for it in found], decoding)
 
-    return Started(generate, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
+    def repeated(prompts: list[list[int]], tokens: int) -> Generated:
+        # SGLang takes a request's seed only with --enable-deterministic-inference, which other kernels serve.
+        return generate(prompts, tokens, temperature=0.0)
+
+    return Started(generate, repeated, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:

@@ -41,18 +41,29 @@ def start(arguments: argparse.Namespace) -> Started:
     }
     llm = LLM(**options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> Generated:
+    def generate(prompts: list[list[int]], tokens: int, seeded: bool = False) -> Generated:
         # No `min_tokens`: for those native copies all logits to float32, and the end of the text is ignored anyway.
-        sampling = SamplingParams(
-            temperature=arguments.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = [
+            SamplingParams(
+                temperature=arguments.temperature,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                seed=index if seeded else None,
+            )
+            for index in range(len(prompts))
+        ]
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         times = [it.metrics for it in found]
         decoding = max(it.last_token_ts for it in times) - max(it.first_token_ts for it in times)
         return Generated([list(it.outputs[0].token_ids) for it in found], decoding)
 
+    def repeated(prompts: list[list[int]], tokens: int) -> Generated:
+        return generate(prompts, tokens, seeded=True)
+
     cache = llm.llm_engine.vllm_config.cache_config
-    return Started(generate, cache.num_gpu_blocks * cache.block_size, stop=llm.llm_engine.engine_core.shutdown)
+    capacity = cache.num_gpu_blocks * cache.block_size
+    return Started(generate, repeated, capacity, stop=llm.llm_engine.engine_core.shutdown)
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
