@@ -22,6 +22,7 @@ from atom_core.kernels.gated_delta_net.reference import (
 )
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
 from atom_plugin.bench.cases import Bench, Case, Run
+from atom_plugin.bench.vllm_delta_kernels import gated_delta_net
 
 #: Requests with one new token each, and (requests, tokens each) of prompts.
 DECODES = (1, 8, 64, 256)
@@ -113,7 +114,11 @@ def gated_delta_net_cases(config: ModelConfig, itemsize: int) -> Iterator[Case]:
             f"decode {requests}, {heads}" if tokens == 1 else f"prefill {requests} x {tokens}, {heads}",
             num_bytes=inputs.num_bytes(itemsize),
             num_operations=inputs.num_operations(),
-            contenders={"atom": partial(_ours, inputs), "torch": partial(_torch, inputs, None)},
+            contenders={
+                "atom": partial(_ours, inputs),
+                "torch": partial(_torch, inputs, None),
+                "vllm": partial(_vllm, inputs),
+            },
             exact=(partial(_torch, inputs, torch.float32),),
         )
 
@@ -130,6 +135,13 @@ def _ours(inputs: _Batch, bench: Bench, copies: int) -> Run:
         return out
 
     return run
+
+
+def _vllm(inputs: _Batch, bench: Bench, copies: int) -> Run:
+    (qkvz, ba, weights), batch, caches = inputs.inputs(bench), inputs.batch(bench), inputs.caches(bench, copies)
+    assert batch.states is not None
+    rule = gated_delta_net(inputs.layer, batch.query_start_loc, batch.states.slots[:, 0], decodes=inputs.tokens == 1)
+    return lambda index: rule(qkvz, ba, weights, *caches[index].tensors)
 
 
 def _torch(inputs: _Batch, dtype: torch.dtype | None, bench: Bench, copies: int) -> Run:

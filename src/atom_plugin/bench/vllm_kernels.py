@@ -1,6 +1,7 @@
 """vLLM's own kernels, called as its models call them, for comparison.
 
-Each function returns a call or raises :class:`Unavailable`. Only this module imports vLLM, when a function is called.
+Each function returns a call or raises :class:`Unavailable`. Only this module and
+:mod:`atom_plugin.bench.vllm_delta_kernels` import vLLM, when a function is called.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def _importing(what: str) -> Iterator[None]:
+def importing(what: str) -> Iterator[None]:
     """Turn any failure to import from vLLM into :class:`Unavailable`: a wheel for another device fails in many ways."""
     try:
         yield
@@ -234,7 +235,7 @@ def flash_mla(
 
     Queries have the cache's dtype; in FP8 their scales are 1.
     """
-    with _importing("vLLM's FlashMLA"):
+    with importing("vLLM's FlashMLA"):
         from vllm.v1.attention.ops import flashmla
     supported, reason = flashmla.is_flashmla_dense_supported()
     if not supported:
@@ -300,7 +301,7 @@ def fp8_block_linear(
 
     Scales stay float32. vLLM rounds those of inputs and weights up to powers of two, which it stores as float32 too.
     """
-    with _importing("vLLM's FP8 products"):
+    with importing("vLLM's FP8 products"):
         from vllm.model_executor.layers.quantization.utils import fp8_utils
         from vllm.utils import deep_gemm, flashinfer
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
@@ -346,7 +347,7 @@ def fused_experts(
         tuned: with vLLM's tuned configuration for this GPU, else with its default.
         scales: the block scales of FP8 ``gate_up`` and ``down``; None: 16-bit weights.
     """
-    with _importing("vLLM's fused experts"):
+    with importing("vLLM's fused experts"):
         from vllm.model_executor.layers import fused_moe
         from vllm.model_executor.layers.fused_moe import config
         from vllm.model_executor.layers.fused_moe import fused_moe as kernels
@@ -370,7 +371,7 @@ def fused_experts(
 
 
 def _flash_attention_interface() -> Any:
-    with _importing("vLLM's FlashAttention"):
+    with importing("vLLM's FlashAttention"):
         from vllm.vllm_flash_attn import flash_attn_interface as interface
     if not interface.is_fa_version_supported(3):
         raise Unavailable(f"FlashAttention 3 cannot run here: {interface.fa_version_unsupported_reason(3)}")
@@ -385,7 +386,7 @@ def _head_norm(ops: Any, x: torch.Tensor, head_dim: int, weight: torch.Tensor, e
 
 
 def _ops() -> Any:
-    with _importing("vLLM's kernels"):
+    with importing("vLLM's kernels"):
         from vllm import _custom_ops
     if not hasattr(torch.ops._C, "silu_and_mul"):
         raise Unavailable("vLLM is installed without its compiled kernels")
