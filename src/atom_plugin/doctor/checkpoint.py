@@ -45,8 +45,8 @@ def check_checkpoint(
 
     consequence = framework.refused
 
-    def found(check: Callable[[], object]) -> list[Finding]:
-        remedy = f"Correct the checkpoint, or {framework.otherwise} for this model."
+    def found(check: Callable[[], object], remedy: str = "Correct the checkpoint") -> list[Finding]:
+        remedy = f"{remedy}, or {framework.otherwise} for this model."
         return [Finding(f"{folder}: {error}", consequence, remedy) for error in said(check)]
 
     findings = found(lambda: read_config_json(folder)) or found(lambda: check_place(framework, overrides, folder))
@@ -56,17 +56,12 @@ def check_checkpoint(
             consequence = framework.unknown_architecture
         findings = found(lambda: read_quantization(values)) + found(lambda: read_model_config(values))
     if not findings:
-        config = read_model_config(values)
-        findings = found(
-            lambda: check_files(
-                config,
-                None if load_format in UNCHECKED_FORMATS else folder,
-                tensor_parallel_size,
-                read_quantization(values),
-                expert_parallel,
-                data_parallel_size if config.has_mixtures else 1,
-            )
-        )
+        config, quant = read_model_config(values), read_quantization(values)
+        read = None if load_format in UNCHECKED_FORMATS else folder
+        ranks = tensor_parallel_size, quant, expert_parallel, data_parallel_size if config.has_mixtures else 1
+        findings = found(lambda: check_files(config, read, *ranks))
+        if findings and not said(lambda: check_files(config, read, 1, quant)):
+            findings = found(lambda: check_files(config, read, *ranks), "Use another number of ranks")
     return findings
 
 

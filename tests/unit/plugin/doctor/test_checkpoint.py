@@ -86,7 +86,16 @@ def test_heads_that_do_not_divide_over_the_ranks(checkpoint):
     folder = checkpoint()
     assert list(check_checkpoint(folder, tensor_parallel_size=2)) == []
     (finding,) = check_checkpoint(folder, tensor_parallel_size=3)
-    assert "3" in finding.problem
+    assert "tensor parallel size 3 does not divide" in finding.problem
+    assert finding.remedy.startswith("Use another number of ranks, or ")
+
+
+def test_a_damaged_checkpoint_is_to_be_corrected_however_many_ranks_there_are(checkpoint):
+    folder = checkpoint()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (finding,) = check_checkpoint(folder, tensor_parallel_size=2)
+    assert finding.remedy.startswith("Correct the checkpoint, or ")
 
 
 @pytest.mark.parametrize(("text", "problem"), [(None, "no config.json"), ("{", "not valid JSON")])
