@@ -1,10 +1,11 @@
 """vLLM's own kernels of Gated DeltaNet, called as its Qwen models call them, for comparison.
 
-As :mod:`atom_plugin.bench.vllm_kernels`, whose :class:`~atom_plugin.bench.vllm_kernels.Unavailable` is raised here too.
+As :mod:`atom_plugin.bench.vllm_kernels`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 
 from atom_core.config import GatedDeltaNetConfig
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
-from atom_plugin.bench.vllm_kernels import importing
+from atom_plugin.bench.vllm_kernels import Unavailable, importing
 
 #: ``(qkvz [T, channels + values], ba [T, 2 heads], weights, convolution inputs, states)`` to ``[T, heads, value dim]``.
 Rule = Callable[[torch.Tensor, torch.Tensor, GatedDeltaNetWeights, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,6 +32,11 @@ def gated_delta_net(layer: GatedDeltaNetConfig, starts: torch.Tensor, slots: tor
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gdn
         from vllm.third_party.flash_linear_attention.ops.layernorm_guard import layer_norm_fwd
         from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+    if not decodes:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+            raise Unavailable("vLLM's prompts go through FlashInfer by default on Hopper alone")
+        with importing("FlashInfer's Gated DeltaNet"):
+            importlib.import_module("flashinfer.gdn_prefill")  # vLLM imports it in the call
     device = starts.device
     nums, of_programs, chunks = compute_causal_conv1d_metadata(starts.cpu(), device=device)
     of_conv = SimpleNamespace(nums_dict=nums, batch_ptr=of_programs, token_chunk_offset_ptr=chunks)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,9 +24,10 @@ from atom_core.kernels.gated_delta_net.reference import (
 from atom_core.kernels.select import Target
 from atom_core.models.read_config import read_model_config
 from atom_plugin.bench.agreement import distance
-from atom_plugin.bench.cases import Bench
+from atom_plugin.bench.cases import Bench, Run
 from atom_plugin.bench.delta_cases import gated_delta_net_cases
 from atom_plugin.bench.models import read_config
+from atom_plugin.bench.vllm_kernels import Unavailable
 from tests.contract.vllm.test_bench_libraries import calls
 from tests.integration.questions import checkpoint
 
@@ -107,6 +110,14 @@ class Library:
         given["out"].copy_(gated_rms_norm(x, given["z"], weight, eps))
 
 
+def contender(name: str, which: str = "vllm") -> Run:
+    """Of the case of a small model whose name begins so, in float32."""
+    config = read_model_config(read_config(checkpoint("qwen3_5")))
+    case = next(it for it in gated_delta_net_cases(config, 4) if it.name.startswith(name))
+    bench = Bench(CPU, torch.float32, kernel_set(Target.of(CPU)))
+    return (case.exact[0] if which == "exact" else case.contenders[which])(bench, 1)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     """vLLM's functions, which a CPU does not have."""
@@ -117,6 +128,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(gdn, "fi_chunk_gated_delta_rule", it.prompts)
     monkeypatch.setattr(gdn, "fused_recurrent_gated_delta_rule_packed_decode", it.decode)
     monkeypatch.setattr(layernorm_guard, "layer_norm_fwd", it.norm)
+    for module in ("flashinfer", "flashinfer.gdn_prefill"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
     return it
 
 
@@ -128,12 +141,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     ],
 )
 def test_a_layer_is_computed_as_in_vllms_model(library: Library, name: str, functions: list[str]) -> None:
-    config = read_model_config(read_config(checkpoint("qwen3_5")))
-    case = next(it for it in gated_delta_net_cases(config, 4) if it.name.startswith(name))
-    bench = Bench(CPU, torch.float32, kernel_set(Target.of(CPU)))
-    theirs, exact = (contender(bench, 1) for contender in (case.contenders["vllm"], *case.exact))
+    theirs, exact = contender(name), contender(name, "exact")
     for _ in range(2):  # the second goes on from the states of the first
         assert distance(theirs(0).float(), exact(0).float()) < 1e-4
     assert list(library.seen) == [*functions, "layer_norm_fwd"]
     for function, given in library.seen.items():
         assert given in calls(MODEL, function)
+
+
+def test_without_flashinfer_prompts_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_prefill", None)
+    with pytest.raises(Unavailable, match="FlashInfer's Gated DeltaNet cannot be imported"):
+        contender("prefill 1 x 128")
