@@ -81,8 +81,8 @@ class Started:
     """An engine that is ready."""
 
     generate: Generate
-    repeat: Generate
-    """Its answers do not depend on what ran before, as a sampler's random numbers do."""
+    repeatable: Generate
+    """The same, with the same answers each time: no random number depends on what ran before."""
     cache_tokens: int
     """The capacity of its cache."""
     stop: Callable[[], object]

@@ -29,7 +29,7 @@ from benchmarks._served import Message, Served, answer
 
 #: Runs a shape for so many new tokens in one of the two.
 Runs = Callable[[str, Shape, int], Run]
-#: The answers of such a run, which do not depend on what ran before.
+#: The answers of such a run, the same each time.
 Answers = Callable[[str, Shape, int], list[list[int]]]
 
 
@@ -40,7 +40,7 @@ def serve_turns(arguments: argparse.Namespace, start: Callable[[argparse.Namespa
 
     def run(asked: Message) -> Message:
         prompts = prompts_of(Shape.read(asked["shape"]), arguments.model)
-        ran = timed(engine.repeat if asked["repeat"] else engine.generate, prompts, asked["tokens"])
+        ran = timed(engine.repeatable if asked["repeatable"] else engine.generate, prompts, asked["tokens"])
         return {"seconds": ran.seconds, **ran.generated._asdict()}
 
     answer(arguments.replies, {}, run)
@@ -87,12 +87,12 @@ class Together:
         for engine in self.served.values():
             engine.process.wait()
 
-    def _run(self, name: str, shape: Shape, tokens: int, repeat: bool = False) -> Run:
-        found = self.served[name].ask({"shape": str(shape), "tokens": tokens, "repeat": repeat})
+    def _run(self, name: str, shape: Shape, tokens: int, repeatable: bool = False) -> Run:
+        found = self.served[name].ask({"shape": str(shape), "tokens": tokens, "repeatable": repeatable})
         return Run(found.pop("seconds"), Generated(**found))
 
     def _answers(self, name: str, shape: Shape, tokens: int) -> list[list[int]]:
-        return self._run(name, shape, tokens, repeat=True).generated.answers
+        return self._run(name, shape, tokens, repeatable=True).generated.answers
 
 
 def agreement(native: list[list[int]], atom: list[list[int]]) -> str:
@@ -116,7 +116,7 @@ def _alike(one: list[int], other: list[int]) -> int:
 
 
 def compare_answers(answers: Answers, shapes: list[Shape], output_len: int) -> dict[str, str]:
-    """The agreement of both engines' answers, by shape. This warms each shape as well."""
+    """The agreement of both engines' answers, by shape."""
     said = {}
     for shape in shapes:
         said[str(shape)] = agreement(*(answers(name, shape, output_len) for name in IMPLEMENTATIONS))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
 from benchmarks import _flash_attention_3
 from benchmarks._gpu import Started, compare, load_format
@@ -59,11 +60,9 @@ def start(arguments: argparse.Namespace) -> Started:
         decoding = max(it["request_finished_ts"] for it in times) - max(it["prefill_finished_time"] for it in times)
         return Generated([it["output_ids"] for it in found], decoding)
 
-    def repeated(prompts: list[list[int]], tokens: int) -> Generated:
-        # SGLang takes a request's seed only with --enable-deterministic-inference, which other kernels serve.
-        return generate(prompts, tokens, temperature=0.0)
-
-    return Started(generate, repeated, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
+    # SGLang takes a request's seed only with --enable-deterministic-inference, which other kernels serve.
+    greedy = partial(generate, temperature=0.0)
+    return Started(generate, greedy, engine.get_server_info()["max_total_num_tokens"], stop=engine.shutdown)
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:

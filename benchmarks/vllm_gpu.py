@@ -11,6 +11,7 @@ token after the first, "ttft" the time until all requests have theirs; see `benc
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from benchmarks import IMPLEMENTATIONS
 from benchmarks._gpu import Started, compare, load_format
@@ -58,12 +59,9 @@ def start(arguments: argparse.Namespace) -> Started:
         decoding = max(it.last_token_ts for it in times) - max(it.first_token_ts for it in times)
         return Generated([list(it.outputs[0].token_ids) for it in found], decoding)
 
-    def repeated(prompts: list[list[int]], tokens: int) -> Generated:
-        return generate(prompts, tokens, seeded=True)
-
     cache = llm.llm_engine.vllm_config.cache_config
     capacity = cache.num_gpu_blocks * cache.block_size
-    return Started(generate, repeated, capacity, stop=llm.llm_engine.engine_core.shutdown)
+    return Started(generate, partial(generate, seeded=True), capacity, stop=llm.llm_engine.engine_core.shutdown)
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:

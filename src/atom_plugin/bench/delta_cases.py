@@ -140,8 +140,9 @@ def _ours(inputs: _Batch, bench: Bench, copies: int) -> Run:
 def _vllm(inputs: _Batch, bench: Bench, copies: int) -> Run:
     (qkvz, ba, weights), batch, caches = inputs.inputs(bench), inputs.batch(bench), inputs.caches(bench, copies)
     assert batch.states is not None
-    rule = gated_delta_net(inputs.layer, batch.query_start_loc, batch.states.slots[:, 0], decodes=inputs.tokens == 1)
-    return lambda index: rule(qkvz, ba, weights, *caches[index].tensors)
+    where = batch.query_start_loc, batch.states.slots[:, 0]
+    rule = gated_delta_net(inputs.layer, *where, decodes=inputs.tokens == 1)
+    return lambda index: rule(qkvz, ba, weights, caches[index])
 
 
 def _torch(inputs: _Batch, dtype: torch.dtype | None, bench: Bench, copies: int) -> Run:

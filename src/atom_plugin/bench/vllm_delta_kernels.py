@@ -8,49 +8,63 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from atom_core.cache import StateView
 from atom_core.config import GatedDeltaNetConfig
 from atom_core.kernels.gated_delta_net.weights import GatedDeltaNetWeights
-from atom_plugin.bench.vllm_kernels import Unavailable, importing
+from atom_plugin.bench.vllm_kernels import importing, leave_out_other_gpus
 
-#: ``(qkvz [T, channels + values], ba [T, 2 heads], weights, convolution inputs, states)`` to ``[T, heads, value dim]``.
-Rule = Callable[[torch.Tensor, torch.Tensor, GatedDeltaNetWeights, torch.Tensor, torch.Tensor], torch.Tensor]
+#: ``(qkvz, ba, weights, cache)`` to ``[T, Hv, V]``, of the shapes in :mod:`atom_core.kernels.gated_delta_net`. In this
+#: module also from ``qkv [T, C]``, without the gated norm.
+Rule = Callable[[torch.Tensor, torch.Tensor, GatedDeltaNetWeights, StateView], torch.Tensor]
 
 
-def gated_delta_net(layer: GatedDeltaNetConfig, starts: torch.Tensor, slots: torch.Tensor, *, decodes: bool) -> Rule:
+def gated_delta_net(
+    layer: GatedDeltaNetConfig, query_start_loc: torch.Tensor, slots: torch.Tensor, *, decodes: bool
+) -> Rule:
     """Convolution, rule and gated norm of a layer. The rule of prompts is FlashInfer's, as on Hopper by default.
 
     Args:
         layer: the layer.
-        starts: int32 ``[R + 1]``, where each request's tokens begin.
+        query_start_loc: int32 ``[R + 1]``, where each request's tokens begin.
         slots: int32 ``[R]``, where each request's convolution inputs and state are.
         decodes: whether each request has one token and goes on from its state. Otherwise its prompt begins.
     """
     with importing("vLLM's Gated DeltaNet"):
         from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gdn
         from vllm.third_party.flash_linear_attention.ops.layernorm_guard import layer_norm_fwd
-        from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
-    if not decodes:
-        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-            raise Unavailable("vLLM's prompts go through FlashInfer by default on Hopper alone")
-        with importing("FlashInfer's Gated DeltaNet"):
-            importlib.import_module("flashinfer.gdn_prefill")  # vLLM imports it in the call
-    device = starts.device
-    nums, of_programs, chunks = compute_causal_conv1d_metadata(starts.cpu(), device=device)
-    of_conv = SimpleNamespace(nums_dict=nums, batch_ptr=of_programs, token_chunk_offset_ptr=chunks)
-    begin = torch.zeros(len(slots), dtype=torch.bool, device=device)
-    states_of = slots.long()
+    rule = _decode(gdn, layer, slots) if decodes else _prefill(gdn, layer, query_start_loc, slots)
 
-    def decode(
-        qkv: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-        weights: GatedDeltaNetWeights,
-        conv: torch.Tensor,
-        states: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(qkvz: torch.Tensor, ba: torch.Tensor, weights: GatedDeltaNetWeights, cache: StateView) -> torch.Tensor:
+        qkv, z = torch.split(qkvz, [layer.channels, qkvz.shape[1] - layer.channels], -1)
+        mixed = rule(qkv, ba, weights, cache)
+        out = torch.empty_like(mixed)
+        layer_norm_fwd(
+            mixed.reshape(-1, layer.value_dim),
+            weights.norm,
+            None,
+            weights.eps,
+            z=z.reshape(-1, layer.value_dim),
+            out=out.view(-1, layer.value_dim),
+            group_size=layer.value_dim,
+            norm_before_gate=True,
+            is_rms_norm=True,
+            activation="silu",
+        )
+        return out
+
+    return run
+
+
+def _decode(gdn: Any, layer: GatedDeltaNetConfig, slots: torch.Tensor) -> Rule:
+    """Of one token a request; ``gdn``: vLLM's module."""
+
+    def run(qkv: torch.Tensor, ba: torch.Tensor, weights: GatedDeltaNetWeights, cache: StateView) -> torch.Tensor:
+        conv, states = cache.tensors
+        b, a = (it.contiguous() for it in ba.chunk(2, -1))
         mixed = gdn.causal_conv1d_update(
             qkv,
             conv.transpose(-1, -2),
@@ -60,7 +74,7 @@ def gated_delta_net(layer: GatedDeltaNetConfig, starts: torch.Tensor, slots: tor
             conv_state_indices=slots,
             validate_data=False,
             # vLLM's model writes over its input, which is needed again here.
-            out=torch.empty(qkv.shape, dtype=qkv.dtype, device=device),
+            out=torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device),
         )
         out = qkv.new_empty(len(qkv), 1, layer.num_value_heads, layer.value_dim)
         gdn.fused_recurrent_gated_delta_rule_packed_decode(
@@ -77,24 +91,35 @@ def gated_delta_net(layer: GatedDeltaNetConfig, starts: torch.Tensor, slots: tor
         )
         return out.squeeze(1)
 
-    def prefill(
-        qkv: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-        weights: GatedDeltaNetWeights,
-        conv: torch.Tensor,
-        states: torch.Tensor,
-    ) -> torch.Tensor:
+    return run
+
+
+def _prefill(gdn: Any, layer: GatedDeltaNetConfig, query_start_loc: torch.Tensor, slots: torch.Tensor) -> Rule:
+    """Of prompts from their first token on; ``gdn``: vLLM's module."""
+    leave_out_other_gpus("vLLM's prompts go through FlashInfer by default on Hopper alone")
+    with importing("vLLM's Gated DeltaNet"):
+        from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+    with importing("FlashInfer's Gated DeltaNet"):
+        importlib.import_module("flashinfer.gdn_prefill")  # vLLM imports it in the call
+    names = "nums_dict", "batch_ptr", "token_chunk_offset_ptr"
+    computed = compute_causal_conv1d_metadata(query_start_loc.cpu(), device=query_start_loc.device)
+    metadata = SimpleNamespace(**dict(zip(names, computed, strict=True)))
+    has_state = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
+    rows = slots.long()
+
+    def run(qkv: torch.Tensor, ba: torch.Tensor, weights: GatedDeltaNetWeights, cache: StateView) -> torch.Tensor:
+        conv, states = cache.tensors
+        b, a = (it.contiguous() for it in ba.chunk(2, -1))
         mixed = gdn.causal_conv1d_fn(
             qkv.transpose(0, 1),
             weights.conv,
             None,
             activation="silu",
             conv_states=conv.transpose(-1, -2),
-            has_initial_state=begin,
+            has_initial_state=has_state,
             cache_indices=slots,
-            query_start_loc=starts,
-            metadata=of_conv,
+            query_start_loc=query_start_loc,
+            metadata=metadata,
         ).transpose(0, 1)
         q, k, v, g, beta = gdn.fused_post_conv_prep(
             conv_output=mixed,
@@ -114,38 +139,13 @@ def gated_delta_net(layer: GatedDeltaNetConfig, starts: torch.Tensor, slots: tor
             v=v[None],
             g=g[None],
             beta=beta[None],
-            initial_state=states[states_of].zero_(),
+            initial_state=states[rows].zero_(),
             output_final_state=True,
-            cu_seqlens=starts,
+            cu_seqlens=query_start_loc,
             use_qk_l2norm_in_kernel=False,
         )
-        states[states_of] = last.to(states.dtype)
-        found: torch.Tensor = out.squeeze(0)
-        return found
-
-    def run(
-        qkvz: torch.Tensor,
-        ba: torch.Tensor,
-        weights: GatedDeltaNetWeights,
-        conv: torch.Tensor,
-        states: torch.Tensor,
-    ) -> torch.Tensor:
-        qkv, z = torch.split(qkvz, [layer.channels, qkvz.shape[1] - layer.channels], -1)
-        b, a = ba.chunk(2, -1)
-        found = (decode if decodes else prefill)(qkv, b.contiguous(), a.contiguous(), weights, conv, states)
-        normed = torch.empty_like(found)
-        layer_norm_fwd(
-            found.reshape(-1, layer.value_dim),
-            weights.norm,
-            None,
-            weights.eps,
-            z=z.reshape(-1, layer.value_dim),
-            out=normed.view(-1, layer.value_dim),
-            group_size=layer.value_dim,
-            norm_before_gate=True,
-            is_rms_norm=True,
-            activation="silu",
-        )
-        return normed
+        states[rows] = last.to(states.dtype)
+        squeezed: torch.Tensor = out.squeeze(0)
+        return squeezed
 
     return run

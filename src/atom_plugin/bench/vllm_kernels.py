@@ -27,11 +27,17 @@ class Unavailable(Exception):
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Turn any failure to import from vLLM into :class:`Unavailable`: a wheel for another device fails in many ways."""
+    """Turn any failure to import into :class:`Unavailable`: a wheel for another device fails in many ways."""
     try:
         yield
     except Exception as error:
         raise Unavailable(f"{what} cannot be imported: {error}") from error
+
+
+def leave_out_other_gpus(reason: str) -> None:
+    """Raise :class:`Unavailable` with ``reason`` on a GPU that is not a Hopper."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        raise Unavailable(reason)
 
 
 def add_and_rms_norm() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]:
@@ -304,8 +310,7 @@ def fp8_block_linear(
     with importing("vLLM's FP8 products"):
         from vllm.model_executor.layers.quantization.utils import fp8_utils
         from vllm.utils import deep_gemm, flashinfer
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-        raise Unavailable("vLLM's FP8 products in blocks have other scales on GPUs other than Hopper")
+    leave_out_other_gpus("vLLM's FP8 products in blocks have other scales on GPUs other than Hopper")
     if dtype != torch.bfloat16 or out_features % 64:
         raise Unavailable(
             f"DeepGEMM has outputs in bfloat16 and in multiples of 64, not {out_features} of them in {dtype}"

@@ -45,23 +45,25 @@ def check_checkpoint(
 
     consequence = framework.refused
 
-    def found(check: Callable[[], object], remedy: str = "Correct the checkpoint") -> list[Finding]:
+    def found(errors: list[str], remedy: str = "Correct the checkpoint") -> list[Finding]:
         remedy = f"{remedy}, or {framework.otherwise} for this model."
-        return [Finding(f"{folder}: {error}", consequence, remedy) for error in said(check)]
+        return [Finding(f"{folder}: {error}", consequence, remedy) for error in errors]
 
-    findings = found(lambda: read_config_json(folder)) or found(lambda: check_place(framework, overrides, folder))
+    findings = found(said(lambda: read_config_json(folder)) or said(lambda: check_place(framework, overrides, folder)))
     if not findings:
         values = overridden(config_of(folder), overrides, folder, framework)
         if not MODELS.keys() & set(values.get("architectures") or ()):
             consequence = framework.unknown_architecture
-        findings = found(lambda: read_quantization(values)) + found(lambda: read_model_config(values))
+        findings = found(said(lambda: read_quantization(values)) + said(lambda: read_model_config(values)))
     if not findings:
         config, quant = read_model_config(values), read_quantization(values)
         read = None if load_format in UNCHECKED_FORMATS else folder
         ranks = tensor_parallel_size, quant, expert_parallel, data_parallel_size if config.has_mixtures else 1
-        findings = found(lambda: check_files(config, read, *ranks))
-        if findings and not said(lambda: check_files(config, read, 1, quant)):
-            findings = found(lambda: check_files(config, read, *ranks), "Use another number of ranks")
+        errors = said(lambda: check_files(config, read, *ranks))
+        if errors and not said(lambda: check_files(config, read, 1, quant)):
+            findings = found(errors, "Use another number of ranks")
+        else:
+            findings = found(errors)
     return findings
 
 
