@@ -325,32 +325,47 @@ def takes(weight: torch.Tensor, rows: int, block: int, gated: bool) -> bool:
     )
 
 
-#: Programs that run at the same time on a Hopper, five on each of its multiprocessors. With several tiles one of
-#: ``down`` needs memory for its results beside the tiles, and four have room.
+#: Programs that run at the same time on a Hopper: five on each of its multiprocessors, or four with a stage more. With
+#: several tiles one of ``down`` needs memory for its results beside the tiles, and four have room.
 _AT_ONCE, _LONG_AT_ONCE = 5 * 132, 4 * 132
 #: The most steps of a program with several tiles: longer ones have too small a part of their time without loads.
 _MOST_STEPS = 32
 
 
-def tiles_of_program(tokens: int, local_experts: LocalExperts, out_features: int, in_features: int, gated: bool) -> int:
-    """How many weight tiles one after the other a program has, of up to :data:`MAX_TOKENS` tokens, not sorted.
+class Work(NamedTuple):
+    """What a program has of the weight, of up to :data:`MAX_TOKENS` tokens, not sorted."""
 
-    So many that all programs run at the same time, where that can be: one that ends and one that starts load little.
-    The number of experts is that of tokens that are routed at random.
+    tiles: int
+    """Weight tiles one after the other."""
+    stages: int
+    """Tiles that are there or on their way."""
+
+
+def work_of_program(tokens: int, local_experts: LocalExperts, out_features: int, in_features: int, gated: bool) -> Work:
+    """So many tiles that all programs run at the same time, where that can be, and a stage more where they still do.
+
+    A program that ends and one that starts load little. The number of experts is that of tokens that are routed at
+    random.
     """
     if not local_experts.whole:
-        return 1
+        return Work(1, _UNSORTED.stages)
     routed = local_experts.count - local_experts.shared
     of_token = (local_experts.top_k - local_experts.shared) / routed
-    programs = (routed * (1 - (1 - of_token) ** tokens) + local_experts.shared) * (out_features // _UNSORTED.rows)
-    if programs <= _AT_ONCE:
+    needed = (routed * (1 - (1 - of_token) ** tokens) + local_experts.shared) * (out_features // _UNSORTED.rows)
+    tiles = _tiles(needed, out_features, in_features, gated)
+    return Work(tiles, _UNSORTED.stages + (needed <= tiles * _LONG_AT_ONCE))
+
+
+def _tiles(needed: float, out_features: int, in_features: int, gated: bool) -> int:
+    """The tiles of a program of which ``needed`` are for all experts."""
+    if needed <= _AT_ONCE:
         return 1
     most, at_once = _MOST_STEPS * COLUMNS // in_features, _LONG_AT_ONCE
     if gated:
         # A group of the result has one scale, and is one program's at most.
         most, at_once = min(most, COLUMNS * 2 // _UNSORTED.rows), _AT_ONCE
     for tiles in (2, 4, 8):
-        fit = programs <= tiles * at_once
+        fit = needed <= tiles * at_once
         if fit and tiles <= most and out_features % (tiles * _UNSORTED.rows) == 0:
             return tiles
     return 1
@@ -396,9 +411,9 @@ def multiply_few_routed_tokens(
     tokens, top_k = experts.shape
     tile = _UNSORTED if blocks is None else _SORTED
     rows, num_blocks = (MAX_TOKENS, tokens * top_k) if blocks is None else (blocks.rows, len(blocks.experts))
-    tiles = 1
+    tiles, stages = 1, tile.stages
     if blocks is None:
-        tiles = tiles_of_program(tokens, local_experts, out_features, in_features, activation is not None)
+        tiles, stages = work_of_program(tokens, local_experts, out_features, in_features, activation is not None)
     expert_rows_fp8_hopper[(cdiv(out_features, tiles * tile.rows), num_blocks)](
         x,
         x_scales,
@@ -426,7 +441,7 @@ def multiply_few_routed_tokens(
         BLOCK_N=tile.rows,
         COLUMNS=COLUMNS,
         SIZE=block,
-        STAGES=tile.stages,
+        STAGES=stages,
         TILES=tiles,
         ACTIVATION=activation,
         LIMIT=LIMIT,

@@ -257,7 +257,7 @@ def notes(monkeypatch, exact, unrounded=None, **numbers):
     wide = None if unrounded is None else answering(unrounded)
     case = Case("linear", "qkv", 1 << 20, 0, contenders, tuple(answering(number) for number in exact), wide)
     bench = Bench(torch.device("cpu"), torch.bfloat16, None)
-    rows = kernels._rows("qwen3-8b", case, bench, LIMITS, KernelOptions())
+    rows = kernels._rows("qwen3-8b", case, bench, LIMITS, KernelOptions(against_vllm=True))
     return {row.contender: (row.timing is not None, row.note) for row in rows}
 
 
@@ -272,6 +272,16 @@ def test_exact_numbers_are_held_against_all_and_torch_keeps_its_time(monkeypatch
     assert found["atom"] == found["other"] == (True, "")
     assert found["far"] == (False, "its values are 1.0e-01 from float32's: no time is given")
     assert found["torch"] == (True, "its values are 1.0e-01 from float32's")
+
+
+def test_vllms_kernels_keep_their_time_up_to_twice_as_far_from_the_exact(monkeypatch):
+    found = notes(monkeypatch, (1.0,), atom=0.98, vllm=0.98)
+    assert found["atom"] == (False, "its values are 2.0e-02 from float32's: no time is given")
+    assert found["vllm"] == (True, "its values are 2.0e-02 from float32's")
+    assert notes(monkeypatch, (1.0,), vllm=0.96)["vllm"] == (
+        False,
+        "its values are 4.0e-02 from float32's: no time is given",
+    )
 
 
 def test_quantised_numbers_may_be_as_far_from_the_exact_as_those_from_unquantised_ones(monkeypatch):
