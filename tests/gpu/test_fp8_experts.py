@@ -34,9 +34,11 @@ SPECS = {
     "a scale a block, GELU": replace(BLOCKS, activation="gelu_tanh", hidden_size=256, intermediate_size=128),
     "Qwen3 30B, rows": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", block=False, dtype=torch.bfloat16),
     "Qwen3 30B, blocks": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", block=True, dtype=torch.bfloat16),
+    "Qwen3 30B, blocks, all of them": Fp8ExpertsSpec(0, 128, 2048, 768, 8, "silu", True, torch.bfloat16, total=128),
     "nine of a token, rows": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=False, dtype=torch.bfloat16),
     "nine of a token, blocks": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", block=True, dtype=torch.bfloat16),
     "one of nine is shared": Fp8ExpertsSpec(0, 257, 1024, 512, 9, "silu", True, torch.bfloat16, 257, shared=1),
+    "Qwen3.5 35B, blocks": Fp8ExpertsSpec(0, 257, 2048, 512, 9, "silu", True, torch.bfloat16, 257, shared=1),
 }
 #: A token's difference as a share of its answer's length, for half of the tokens and for all. FP8 products sum in fewer
 #: bits than float32, so some intermediate results round the other way, to bfloat16 and so to e4m3 (by up to an 8th).
@@ -45,7 +47,7 @@ MOST, ALL = 2**-6, 2**-4
 
 def operands(spec, tokens, total=None):
     torch.manual_seed(0)
-    total = total or spec.first + spec.count + (0 if spec.shared else 1)
+    total = total or spec.total or spec.first + spec.count + 1
     hidden, size = spec.hidden_size, spec.intermediate_size
     wide = torch.full((tokens, hidden + 8), float("nan"), dtype=spec.dtype, device=GPU)
     wide[:, :hidden] = torch.randn(tokens, hidden, device=GPU)
@@ -151,7 +153,7 @@ def test_a_token_with_nan_is_nan_and_its_neighbours_are_not(spec, tokens):
     assert y[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["Qwen3 30B, rows", "Qwen3 30B, blocks"])
+@pytest.mark.parametrize("name", ["Qwen3 30B, rows", "Qwen3 30B, blocks", "Qwen3 30B, blocks, all of them"])
 @pytest.mark.parametrize("tokens", [2, MAX_TOKENS, 40, 1000])
 def test_all_tokens_may_go_to_the_same_experts(tokens, name):
     spec = SPECS[name]
@@ -160,7 +162,7 @@ def test_all_tokens_may_go_to_the_same_experts(tokens, name):
     assert_close(triton(spec, layer)(x, weights, experts, layer), ReferenceFp8Experts(spec)(x, weights, experts, layer))
 
 
-@pytest.mark.parametrize("name", ["Qwen3 30B, rows", "Qwen3 30B, blocks"])
+@pytest.mark.parametrize("name", ["Qwen3 30B, rows", "Qwen3 30B, blocks", "Qwen3 30B, blocks, all of them"])
 @pytest.mark.parametrize("tokens", [1, 2, 64])
 def test_a_graph_fits_other_routing_than_it_was_captured_with(tokens, name):
     spec = SPECS[name]

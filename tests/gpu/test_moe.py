@@ -44,6 +44,7 @@ SPECS = {
     "GELU": replace(SMALL, activation="gelu_tanh", hidden_size=256, intermediate_size=96),
     "GPT-OSS 20B": ExpertsSpec(0, 32, 2880, 2880, 4, "clamped_swiglu", bias=True, dtype=torch.bfloat16),
     "Qwen3 30B": ExpertsSpec(0, 128, 2048, 768, 8, "silu", bias=False, dtype=torch.bfloat16),
+    "Qwen3 30B, all of them": ExpertsSpec(0, 128, 2048, 768, 8, "silu", False, torch.bfloat16, total=128),
     "DeepSeek V2-Lite": ExpertsSpec(0, 66, 2048, 1408, 8, "silu", bias=False, dtype=torch.bfloat16),
     "nine of a token": ExpertsSpec(0, 129, 1024, 704, 9, "silu", bias=False, dtype=torch.bfloat16),
 }
@@ -97,7 +98,7 @@ def test_rows_of_nan_choose_as_many_experts_as_others():
 
 def operands(spec, tokens, total=None):
     torch.manual_seed(0)
-    total = total or spec.first + spec.count + 1
+    total = total or spec.total or spec.first + spec.count + 1
     hidden, size, dtype = spec.hidden_size, spec.intermediate_size, spec.dtype
     wide = torch.full((tokens, hidden + 8), float("nan"), dtype=dtype, device=GPU)
     wide[:, :hidden] = torch.randn(tokens, hidden, device=GPU)
