@@ -332,8 +332,8 @@ _AT_ONCE, _LONG_AT_ONCE = 5 * 132, 4 * 132
 _MOST_STEPS = 32
 
 
-class Work(NamedTuple):
-    """What a program has of the weight, of up to :data:`MAX_TOKENS` tokens, not sorted."""
+class Pipeline(NamedTuple):
+    """How a program goes through its part of a weight."""
 
     tiles: int
     """Weight tiles one after the other."""
@@ -341,23 +341,27 @@ class Work(NamedTuple):
     """Tiles that are there or on their way."""
 
 
-def work_of_program(tokens: int, local_experts: LocalExperts, out_features: int, in_features: int, gated: bool) -> Work:
-    """So many tiles that all programs run at the same time, where that can be, and a stage more where they still do.
+def pipeline_of_program(
+    tokens: int, local_experts: LocalExperts, out_features: int, in_features: int, gated: bool
+) -> Pipeline:
+    """The pipeline of a program, of up to :data:`MAX_TOKENS` tokens, not sorted.
 
-    A program that ends and one that starts load little. The number of experts is that of tokens that are routed at
+    It has so many tiles that all programs run at the same time, where that can be: one that ends and one that starts
+    load little. It has a stage more where they still do. The number of experts is that of tokens that are routed at
     random.
     """
     if not local_experts.whole:
-        return Work(1, _UNSORTED.stages)
+        return Pipeline(1, _UNSORTED.stages)
     routed = local_experts.count - local_experts.shared
     of_token = (local_experts.top_k - local_experts.shared) / routed
     needed = (routed * (1 - (1 - of_token) ** tokens) + local_experts.shared) * (out_features // _UNSORTED.rows)
-    tiles = _tiles(needed, out_features, in_features, gated)
-    return Work(tiles, _UNSORTED.stages + (needed <= tiles * _LONG_AT_ONCE))
+    tiles = _tiles_of_program(needed, out_features, in_features, gated)
+    has_room = needed <= tiles * _LONG_AT_ONCE
+    return Pipeline(tiles, _UNSORTED.stages + 1 if has_room else _UNSORTED.stages)
 
 
-def _tiles(needed: float, out_features: int, in_features: int, gated: bool) -> int:
-    """The tiles of a program of which ``needed`` are for all experts."""
+def _tiles_of_program(needed: float, out_features: int, in_features: int, gated: bool) -> int:
+    """Weight tiles of a program, where all programs together have ``needed`` of them."""
     if needed <= _AT_ONCE:
         return 1
     most, at_once = _MOST_STEPS * COLUMNS // in_features, _LONG_AT_ONCE
@@ -413,7 +417,7 @@ def multiply_few_routed_tokens(
     rows, num_blocks = (MAX_TOKENS, tokens * top_k) if blocks is None else (blocks.rows, len(blocks.experts))
     tiles, stages = 1, tile.stages
     if blocks is None:
-        tiles, stages = work_of_program(tokens, local_experts, out_features, in_features, activation is not None)
+        tiles, stages = pipeline_of_program(tokens, local_experts, out_features, in_features, activation is not None)
     expert_rows_fp8_hopper[(cdiv(out_features, tiles * tile.rows), num_blocks)](
         x,
         x_scales,

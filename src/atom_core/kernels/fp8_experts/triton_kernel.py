@@ -41,8 +41,8 @@ if why_no_gluon() is None:
         COLUMNS,
         empty_fp8_out,
         multiply_few_routed_tokens,
+        pipeline_of_program,
         takes,
-        work_of_program,
     )
 
 
@@ -70,8 +70,8 @@ class TritonFp8Experts:
             yield combine_key(tokens)
             if tokens > 1 and on_hopper(device):
                 hidden, size = spec.hidden_size, spec.intermediate_size
-                yield "gate_up", *work_of_program(tokens, self.local_experts, 2 * size, hidden, gated=True)
-                yield "down", *work_of_program(tokens, self.local_experts, hidden, size, gated=False)
+                yield "gate_up", *pipeline_of_program(tokens, self.local_experts, 2 * size, hidden, gated=True)
+                yield "down", *pipeline_of_program(tokens, self.local_experts, hidden, size, gated=False)
             return
         whole = spec.hidden_size % 128 == spec.intermediate_size % 128 == 0
         rows = rows_of_blocks(tokens, self.local_experts, self.block, self.nvidia, whole)

@@ -77,7 +77,7 @@ def rows_of(experts, local_experts, blocks):
 @pytest.mark.parametrize(("tiles", "stages"), [(1, 5), (2, 4), (4, 5)])
 @pytest.mark.parametrize("local_experts", [WHOLE, replace(WHOLE, first=2, whole=False)], ids=["all", "some"])
 def test_gate_and_up(monkeypatch, kernels, local_experts, tiles, stages, is_sorted, block):
-    monkeypatch.setattr(kernels, "work_of_program", lambda *given, **options: (tiles, stages))
+    monkeypatch.setattr(kernels, "pipeline_of_program", lambda *given, **options: (tiles, stages))
     experts, _ = routing()
     blocks = sort_by_expert(experts, local_experts, 16) if is_sorted else None
     weight, scales = weight_of(2 * SIZE, HIDDEN, block)
@@ -110,7 +110,7 @@ def test_gate_and_up(monkeypatch, kernels, local_experts, tiles, stages, is_sort
 @every_sorting
 @pytest.mark.parametrize(("tiles", "stages"), [(1, 5), (2, 4), (4, 5)])
 def test_down(monkeypatch, kernels, tiles, stages, is_sorted, block):
-    monkeypatch.setattr(kernels, "work_of_program", lambda *given, **options: (tiles, stages))
+    monkeypatch.setattr(kernels, "pipeline_of_program", lambda *given, **options: (tiles, stages))
     experts, shares = routing()
     blocks = sort_by_expert(experts, WHOLE, 16) if is_sorted else None
     weight, scales = weight_of(HIDDEN, SIZE, block)
@@ -135,27 +135,27 @@ def test_down(monkeypatch, kernels, tiles, stages, is_sorted, block):
         (8, 129, 9, (2, 5), (4, 5)),
     ],
 )
-def test_work_of_a_program(kernels, tokens, count, top_k, gate_up, down):
+def test_pipeline_of_a_program(kernels, tokens, count, top_k, gate_up, down):
     experts = LocalExperts(0, count, top_k, whole=True)
     hidden, size = 2048, 512
-    assert kernels.work_of_program(tokens, experts, 2 * size, hidden, gated=True) == gate_up
-    assert kernels.work_of_program(tokens, experts, hidden, size, gated=False) == down
+    assert kernels.pipeline_of_program(tokens, experts, 2 * size, hidden, gated=True) == gate_up
+    assert kernels.pipeline_of_program(tokens, experts, hidden, size, gated=False) == down
     # Where some experts are other ranks', nobody knows how many run here.
     some = replace(experts, whole=False)
-    assert kernels.work_of_program(tokens, some, hidden, size, gated=False) == (1, 4)
+    assert kernels.pipeline_of_program(tokens, some, hidden, size, gated=False) == (1, 4)
 
 
-def test_work_of_programs_of_30b_a3b(kernels):
+def test_pipeline_of_programs_of_30b_a3b(kernels):
     experts = LocalExperts(0, 128, 8, whole=True)
-    assert kernels.work_of_program(8, experts, 1536, 2048, gated=True) == (2, 4)  # 620 programs
-    assert kernels.work_of_program(8, experts, 2048, 768, gated=False) == (4, 5)  # 413
+    assert kernels.pipeline_of_program(8, experts, 1536, 2048, gated=True) == (2, 4)  # 620 programs
+    assert kernels.pipeline_of_program(8, experts, 2048, 768, gated=False) == (4, 5)  # 413
 
 
 def test_tiles_of_a_program_divide_the_weight_and_are_short(kernels):
     experts = LocalExperts(0, 256, 8, whole=True)
-    assert kernels.work_of_program(16, experts, 4096, 7168, gated=True).tiles == 1
-    assert kernels.work_of_program(16, experts, 7168, 2048, gated=False).tiles == 1
-    assert kernels.work_of_program(16, experts, 64 * 9, 512, gated=False).tiles == 1
+    assert kernels.pipeline_of_program(16, experts, 4096, 7168, gated=True).tiles == 1
+    assert kernels.pipeline_of_program(16, experts, 7168, 2048, gated=False).tiles == 1
+    assert kernels.pipeline_of_program(16, experts, 64 * 9, 512, gated=False).tiles == 1
     # A group of 128 results is four tiles, and where those are too few there are no fewer programs at once.
-    assert kernels.work_of_program(16, experts, 1024, 128, gated=True).tiles == 4
-    assert kernels.work_of_program(16, experts, 2048, 128, gated=True).tiles == 1
+    assert kernels.pipeline_of_program(16, experts, 1024, 128, gated=True).tiles == 4
+    assert kernels.pipeline_of_program(16, experts, 2048, 128, gated=True).tiles == 1
