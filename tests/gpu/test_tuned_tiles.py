@@ -1,4 +1,4 @@
-"""Tiles that were tuned on this GPU, against float64: all that can be around a product, eager and in a graph."""
+"""Tiles tuned on this GPU, and those of one row, against float64: with all that can be around, eager, in a graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atom_core.kernels import tuned
-from atom_core.kernels.linear.tiles import TORCH, Tile
+from atom_core.kernels.linear.tiles import TORCH, Tile, on_hopper, tile_for
 from atom_core.kernels.linear.triton_kernel import Norm, product
 from atom_core.kernels.rms_norm.reference import rms_norm
 from atom_core.kernels.select import Target
@@ -16,13 +16,20 @@ from atom_plugin.bench.tune import OP_FOLDER
 
 GPU = torch.device("cuda")
 ENTRIES = tuned.load(OP_FOLDER, torch.cuda.get_device_name(GPU))
-#: None on a GPU on which nothing was tuned; some products are torch's, some have no norm within.
+TILES = {shape: Tile(**tile) for shape, tile in ENTRIES.items() if tile != TORCH}
+#: One row by large weights has a tile by rule there.
+SIZES = [(6144, 4096), (24576, 4096), (19456, 2560), (2560, 9728), (4096, 4096)] if on_hopper(GPU) else []
+TILES |= {
+    tuned.Shape(1, *size, dtype): tile_for(1, *size, 2, nvidia=True, hopper=True)
+    for size in SIZES
+    for dtype in ("bfloat16", "float16")
+}
+#: None on another GPU on which nothing was tuned; some products are torch's, some have no norm within.
 CASES = [
-    (shape, Tile(**tile), around)
-    for shape, tile in ENTRIES.items()
-    if tile != TORCH
+    (shape, tile, around)
+    for shape, tile in TILES.items()
     for around in ("nothing", "norm", "residual")
-    if around != "norm" or Tile(**tile).norms
+    if around != "norm" or tile.norms
 ]
 #: Rows of a weight beyond which it is a head's, of which fewer do as well.
 MANY = 20_001

@@ -57,7 +57,7 @@ def candidates(
         taken = stages * columns * (rows * itemsize + inputs * 2)
         if 4096 <= rows * columns <= 32768 and columns <= whole and taken <= shared_memory:
             found += [Tile("rows", rows, columns, warps, stages, early) for early in (False, True)]
-    if hopper and num_rows > 1:
+    if hopper:
         whole = max(8, 1 << (num_rows - 1).bit_length())
         if num_rows <= SPLIT_ROWS:
             found += _of_split_rows(whole, 0, in_features, shared_memory, itemsize)

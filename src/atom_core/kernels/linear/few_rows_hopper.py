@@ -1,4 +1,4 @@
-"""2 to 256 rows by a weight on Hopper, in Gluon: weight tiles are loaded before the input is ready.
+"""1 to 256 rows by a weight on Hopper, in Gluon: weight tiles are loaded before the input is ready.
 
 Triton's own pipeline loads both operands' tiles together, and so none before the input is ready. This kernel starts to
 copy the first weight tiles, waits for the previous kernel, then copies the input's tiles; ``wgmma`` reads both from

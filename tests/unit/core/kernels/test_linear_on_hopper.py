@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atom_core.kernels.gated_activation.reference import gated_activation
 from atom_core.kernels.linear import triton_kernel
 from atom_core.kernels.linear.tiles import Tile, tile_for
+from atom_core.kernels.normed_linear import Operands
+from atom_core.kernels.normed_linear import triton_kernel as normed_kernel
+from atom_core.kernels.rms_norm.reference import rms_norm
 from tests.gluon_on_cpu import on_cpu
 
 DTYPE = torch.float16
@@ -84,3 +88,28 @@ def test_more_rows_by_a_router_are_multiplied_in_parts_as_well(product, rows):
     x, weight, bias = operands(rows, 96, 1024)
     found = product(x, weight, bias, tile=tile, overlap=False)
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T + bias.double(), rtol=2**-9, atol=2**-8)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(4096, 1024), (1152, 4096), (1024, 2560)])
+@pytest.mark.parametrize("around", ["bias", "residual", "norm and activation"])
+def test_one_row_by_a_large_weight(product, monkeypatch, around, out_features, in_features):
+    tile = tile_for(1, out_features, in_features, 2, nvidia=True, hopper=True)
+    assert tile is not None
+    assert tile.kernel == "hopper"
+    x, weight, bias = operands(1, out_features, in_features)
+    if around == "bias":
+        found = product(x, weight, bias, tile=tile, overlap=False)
+        expected = x.double() @ weight.double().T + bias.double()
+    elif around == "residual":
+        residual = torch.randn(1, out_features).to(x.dtype)
+        expected = residual.double() + x.double() @ weight.double().T
+        found = product(x, weight, None, tile=tile, overlap=False, residual=residual)
+        assert found is residual
+    else:
+        monkeypatch.setattr(normed_kernel, "chosen_tile", lambda *_: tile)
+        norm = torch.rand(in_features).to(x.dtype)
+        normed = normed_kernel.TritonNormedLinear("silu", nvidia=True, overlap=False)
+        found = normed(x, norm, 1e-6, Operands(weight, None))
+        product_of_normed = rms_norm(x, norm, 1e-6, None)[0].double() @ weight.double().T
+        expected = gated_activation(product_of_normed, "silu")
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=2**-8)

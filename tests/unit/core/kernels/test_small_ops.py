@@ -515,6 +515,46 @@ def test_programs_of_few_rows_on_hopper_have_few_of_a_narrow_weight(rows, out_fe
     assert tile.rows * split == 64
 
 
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "itemsize", "hopper", "ours"),
+    [
+        (6144, 4096, 2, True, True),
+        (24576, 4096, 2, True, True),
+        (4096, 12288, 2, True, True),
+        (28672, 4096, 2, True, True),
+        (2560, 9728, 2, True, True),
+        (2048, 2048, 2, True, True),
+        (1024, 2048, 2, True, False),  # Small: read in about the time of a launch.
+        (34816, 5120, 2, True, False),  # A large hidden size.
+        (5120, 17408, 2, True, False),
+        (5120, 2880, 2, True, False),  # Not whole steps of the kernel.
+        (151936, 4096, 2, True, False),  # A head.
+        (6144, 4096, 2, False, False),
+    ],
+)
+def test_one_row_by_a_large_weight_is_a_product_by_wgmma_on_hopper(out_features, in_features, itemsize, hopper, ours):
+    from atom_core.kernels.linear.tiles import tile_for
+
+    tile = tile_for(1, out_features, in_features, itemsize, nvidia=True, hopper=hopper)
+    assert tile is not None
+    assert (tile.kernel == "hopper") == ours
+    assert not ours or tile.early
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "qwen3-8b", "qwen3-4b"])
+def test_one_row_has_one_kind_of_kernel_by_all_large_weights_of_a_model(model):
+    from atom_core.kernels.linear.tiles import _chosen_tile
+    from atom_core.models.read_config import read_model_config
+    from atom_plugin.bench.cases import products
+    from atom_plugin.bench.models import read_config
+
+    sizes = {(it.out_features, it.in_features) for it in products(read_model_config(read_config(model)))}
+    large = [(rows, columns) for rows, columns in sizes if rows < 65536 and rows * columns * 2 > 4 << 20]
+    assert len(large) > 2
+    kernels = {_chosen_tile("NVIDIA H200", 1, *size, "bfloat16", True, True).kernel == "hopper" for size in large}
+    assert len(kernels) == 1
+
+
 def test_more_rows_than_any_tile_takes_are_torchs():
     from atom_core.kernels.linear.tiles import MOST_ROWS, chosen_tile
 
