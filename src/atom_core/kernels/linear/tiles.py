@@ -25,8 +25,8 @@ SPLIT_ROWS = 16
 #: Largest number of rows for 16-bit weights on GPUs other than Hopper.
 _MAX_WIDE_ROWS = 16
 
-#: One row with weight tiles in registers ("row") or in shared memory ("ring"); several rows, on any GPU; one or more on
-#: Hopper.
+#: One row element by element, with weight tiles in registers ("row") or in shared memory ("ring"); several rows, on any
+#: GPU ("rows"); one or several on Hopper ("hopper").
 Kernel = Literal["row", "ring", "rows", "hopper"]
 
 #: Versions of Triton with whose experimental Gluon the Hopper kernel is known to compile.
@@ -92,11 +92,11 @@ _HEAD = 65536
 _HOPPER_BYTES = 256
 #: Largest weight in bytes that is read in about the time in which a kernel starts and ends.
 _SMALL_BYTES = 16 << 20
-#: A weight of 16 bits of more bytes, and of at most so many inputs or outputs, is read faster by the Hopper kernel for
-#: one row, too: a step of one request of Qwen3 0.6B, 1.7B, 4B, 8B and 30B-A3B takes 2, 9, 15, 9 and 2% less, though
-#: norms are launches of their own. Where some products of a layer are by this kernel and some element by element, it
-#: takes up to 4% more. So the products of a model are of one kind, by its hidden size: of 5,120, Qwen3 14B gains 1.5%
-#: and Qwen3.5 27B loses as much.
+#: The Hopper kernel multiplies one row, too, where a 16-bit weight has more than so many bytes, and at most so many
+#: inputs or outputs: one of them is the hidden size, unless the weight is a shard. A step of one request of Qwen3 0.6B,
+#: 1.7B, 4B, 8B and 30B-A3B then takes 2, 9, 15, 9 and 2% less on an H200, though norms are launches of their own. With
+#: both kinds of kernels it may take 5% more. With a hidden size of 5,120 Qwen3 14B gains 1.5%, and Qwen3.5 27B loses
+#: 1.7%.
 _ONE_ROW_BYTES, _ONE_ROW_SIDE = 4 << 20, 4096
 #: Largest number of outputs for which a weight is taken for a router's, of 512 experts and a gate of shared ones. It is
 #: split for more rows than others, which makes steps of 32 to 192 requests of DeepSeek V2-Lite, V3 and Qwen3 30B-A3B
@@ -152,7 +152,7 @@ def tile_for(
 
 
 def _takes_one_row(out_features: int, in_features: int, itemsize: int) -> bool:
-    """Whether the Hopper kernel multiplies one row by a weight, where it can."""
+    """Whether the Hopper kernel multiplies one row by a weight whose columns are whole steps of it."""
     large = itemsize == 2 and out_features * in_features * itemsize > _ONE_ROW_BYTES
     return large and min(out_features, in_features) <= _ONE_ROW_SIDE
 

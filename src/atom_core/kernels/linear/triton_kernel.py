@@ -1,8 +1,8 @@
 """Products of few rows in Triton, whose time is that of reading the weight once.
 
 :mod:`.one_row` multiplies one row element by element. Several rows are the right operand of a matrix product: up to 64
-on Hopper, up to 256 by small weights (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). On Hopper so is
-one row, where that reads the weight faster. torch multiplies more rows.
+on Hopper, up to 256 by small weights (:mod:`.few_rows_hopper`), up to 16 elsewhere (:mod:`.few_rows`). The kernel for
+Hopper also multiplies one row by weights that it reads faster. torch multiplies more rows.
 
 All kernels can apply a gated activation (gate and up rows alternate) or add to a residual. Those that read whole input
 rows can apply an RMS norm, because the norm's factor may be applied to the sums.

@@ -38,7 +38,7 @@ def test_many_rows_may_be_taken_in_parts():
     assert {tile.tokens for tile in candidates(16, 4096, 4096, SHARED_MEMORY, hopper=True)} == {0}
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(2, {1, 2, 4}), (16, {1, 2, 4})])
+@pytest.mark.parametrize(("rows", "splits"), [(1, {1, 2, 4}), (2, {1, 2, 4}), (16, {1, 2, 4})])
 def test_few_rows_may_be_split_on_hopper(rows, splits):
     found = candidates(rows, 2048, 2048, 227 << 10, hopper=True)
     assert len(found) == len(set(found))
