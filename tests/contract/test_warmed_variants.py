@@ -121,7 +121,7 @@ def test_where_a_kernel_has_a_tile_more_it_is_warmed_up_though_nobody_else_knows
     kernel, usual = decode_attention.HopperDecodeAttention, decode_attention.Tile(64, 2, 4, 1)
     monkeypatch.setattr(qk_norm_rope_cache, "_heads", lambda num_tokens: 4 if num_tokens < 701 else 16)
     monkeypatch.setattr(
-        kernel, "tile", lambda self, programs, device: usual._replace(stages=3 if programs == 8 * 77 else 2)
+        kernel, "tile", lambda self, programs, device: usual._replace(buffers=3 if programs == 8 * 77 else 2)
     )
     server = Server("qwen3-8b", 1, HOPPER)
     server.warm_up()

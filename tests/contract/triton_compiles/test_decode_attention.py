@@ -63,6 +63,16 @@ FOR_HOPPER = (
 )
 
 
+def compile_for_hopper(monkeypatch, case, kernel):
+    """A case's kernel, of which a multiprocessor's shared memory has room for as many as its tile says."""
+    tiles, choose = [], kernel.hopper.tile
+    monkeypatch.setattr(kernel.hopper, "tile", lambda *given: tiles.append(choose(*given)) or tiles[-1])
+    with compiles(decode_hopper, "decode_attention_hopper", GPUS[-1]) as found:
+        check_decode(case, kernel, kernel.spec, CPU)
+    assert (found.compiled.metadata.shared + 1024) * tiles[-1].programs <= 228 * 1024
+    return found.compiled
+
+
 @pytest.mark.parametrize(
     ("case", "dtype", "cache_dtype"),
     [
@@ -83,9 +93,7 @@ def test_hopper_widens_an_fp8_cache_in_registers(monkeypatch, case, dtype, cache
     assert decode_hopper.HopperDecodeAttention.fits(spec)
     kernel = decode_kernel.TritonDecodeAttention(spec, nvidia=True, overlap=True, hopper=True)
     kernel.hopper = decode_hopper.HopperDecodeAttention(spec, overlap=True)
-    with compiles(decode_hopper, "decode_attention_hopper", GPUS[-1]) as found:
-        check_decode(case, kernel, spec, CPU)
-    ptx = found.compiled.asm["ptx"]
+    ptx = compile_for_hopper(monkeypatch, case, kernel).asm["ptx"]
     assert set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", ptx)) == {"0x10"}, "16 bytes at a time"
     assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx, "values come transposed, many at a time"
 
@@ -98,8 +106,6 @@ def test_hopper_has_a_kernel_of_its_own(monkeypatch, case, shared):
         monkeypatch.setattr(f"atom_core.kernels.{module}.multiprocessors", lambda device: places)
     spec = case.spec(torch.bfloat16)
     kernel = decode_kernel.TritonDecodeAttention(spec, nvidia=True, overlap=True, hopper=True)
-    with compiles(decode_hopper, "decode_attention_hopper", GPUS[-1]) as found:
-        check_decode(case, kernel, spec, CPU)
-    assert found.compiled is not None
-    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", found.compiled.asm["ptx"])
+    ptx = compile_for_hopper(monkeypatch, case, kernel).asm["ptx"]
+    copies = re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", ptx)
     assert set(copies) == {"0x10"}, "16 bytes at a time"

@@ -36,7 +36,7 @@ from atom_core.kernels.attention.hopper_parts import (
     scaled,
     to_base_2,
 )
-from atom_core.kernels.attention.splits import SplitBuffers, count_splits
+from atom_core.kernels.attention.splits import MAX_SPLITS, SplitBuffers, count_splits
 from atom_core.kernels.attention.triton_parts import LOG2_E
 from atom_core.kernels.cache_dtypes import saturation_limit
 from atom_core.kernels.decode_attention.triton_parts import TOKENS, searches, writers
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 #: The fewest columns of ``wgmma``, and the most query heads of a group: their outputs fill registers.
 _COLUMNS, _MAX_COLUMNS = 8, 64
-#: Shared memory of a multiprocessor for copied tiles.
-_SHARED = 200 * 1024
+#: Shared memory of a multiprocessor, and what of it each program takes beside its own.
+_SHARED, _RESERVED = 228 * 1024, 1024
 #: The fewest keys of a split where splits run in turns: merging them takes the time of a few tiles.
 _MIN_KEYS = 256
 #: Dtypes of a cache whose elements are half as wide as the layer's.
@@ -173,11 +173,10 @@ def _store(
 
 @gluon.jit
 def _copy(
+    to,
     keys,
     values,
-    place,
-    key,
-    value,
+    KEYS: gl.constexpr,
     page,
     tile,
     earliest,
@@ -192,15 +191,11 @@ def _copy(
     runs: gl.constexpr,
     copied: gl.constexpr,
 ):
-    """Start to copy a tile of keys and values to one of the buffers."""
-    copy_tile(
-        keys.index(place), key, page, tile, earliest, end, stride_k_page, stride_k_token, PAGE, RUN, WINDOW, runs,
-        copied,
-    )  # fmt: skip
-    copy_tile(
-        values.index(place), value, page, tile, earliest, end, stride_v_page, stride_v_token, PAGE, RUN, WINDOW, runs,
-        copied,
-    )  # fmt: skip
+    """Start to copy a tile of keys, or of values."""
+    if KEYS:
+        copy_tile(to, keys, page, tile, earliest, end, stride_k_page, stride_k_token, PAGE, RUN, WINDOW, runs, copied)
+    else:
+        copy_tile(to, values, page, tile, earliest, end, stride_v_page, stride_v_token, PAGE, RUN, WINDOW, runs, copied)
 
 
 @gluon.jit
@@ -308,7 +303,7 @@ def decode_attention_hopper(
     R: gl.constexpr,
     COLUMNS: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     WINDOW: gl.constexpr,
     HAS_CAP: gl.constexpr,
@@ -338,6 +333,12 @@ def decode_attention_hopper(
     warps: gl.constexpr = gl.num_warps()
     copied: gl.constexpr = copied_layout(W, warps)
     RUN: gl.constexpr = run_of(PAGE, BLOCK_N, W, warps)
+    # An even number of buffers is half for keys and half for values; an odd one is for keys and values in turns. While
+    # a tile's keys are worked on, a tile's values, or keys, so far ahead are asked for; likewise with its values.
+    APART: gl.constexpr = BUFFERS % 2 == 0
+    RING: gl.constexpr = BUFFERS // 2 if APART else BUFFERS
+    FIRST_AHEAD: gl.constexpr = (BUFFERS - 1) // 2
+    SECOND_AHEAD: gl.constexpr = BUFFERS // 2
     runs: gl.constexpr = runs_layout(RUN, W, warps)
     of_head: gl.constexpr = copied_layout(D, warps)
     of_row: gl.constexpr = gl.SliceLayout(1, of_head)
@@ -364,8 +365,8 @@ def decode_attention_hopper(
     pages = ()
     if FROM_FIRST:
         # Nothing uses the table's entries past the request's pages.
-        for stage in gl.static_range(STAGES):
-            pages += (pages_of_runs(table, stage * BLOCK_N, stride_table * PAGE, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
+        for index in gl.static_range(SECOND_AHEAD + 1):
+            pages += (pages_of_runs(table, index * BLOCK_N, stride_table * PAGE, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
     if following == token:
         # One idle program still waits, so that a wait for this kernel is also a wait for the kernels before it.
         if OVERLAP and request + kv_head + split == 0:
@@ -386,8 +387,8 @@ def decode_attention_hopper(
         begin += split * share * BLOCK_N
         end = gl.minimum(begin + share * BLOCK_N, end)
     if not FROM_FIRST:
-        for stage in gl.static_range(STAGES):
-            pages += (pages_of_runs(table, begin + stage * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
+        for index in gl.static_range(SECOND_AHEAD + 1):
+            pages += (pages_of_runs(table, begin + index * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs),)  # type: ignore[assignment]
     slot = gl.load(slots + token)
     position = gl.load(positions + token)
     key += kv_head.to(gl.int64) * stride_k_head
@@ -431,29 +432,31 @@ def decode_attention_hopper(
             )
             barrier()
 
-    keys = gl.allocate_shared_memory(
-        word, [STAGES, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], word)
-    )
-    values = gl.allocate_shared_memory(
-        word, [STAGES, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], word)
-    )
+    keys = gl.allocate_shared_memory(word, [RING, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], word))
+    values = keys
+    if APART:
+        values = gl.allocate_shared_memory(
+            word, [RING, BLOCK_N, W], gl.NVMMASharedLayout.get_default_for([BLOCK_N, W], word)
+        )
     queries = gl.allocate_shared_memory(
         dtype, [EACH, COLUMNS, W], gl.NVMMASharedLayout.get_default_for([COLUMNS, W], dtype)
     )
     weights = gl.allocate_shared_memory(
         dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], dtype)
     )
-    # The first tiles are copied before qkv is there.
-    for stage in gl.static_range(STAGES):
-        if begin + stage * BLOCK_N < end:
+    # The first tiles are copied before qkv is there: keys, values, keys, …
+    for buffer in gl.static_range(BUFFERS):
+        if begin + buffer // 2 * BLOCK_N < end:
+            to = keys.index(buffer // 2 if APART else buffer)
+            if APART and buffer % 2 == 1:
+                to = values.index(buffer // 2)
             _copy(
-                keys,
-                values,
-                stage,
+                to,
                 key_words,
                 value_words,
-                pages[stage],
-                begin + stage * BLOCK_N,
+                buffer % 2 == 0,
+                pages[buffer // 2],
+                begin + buffer // 2 * BLOCK_N,
                 earliest,
                 end,
                 stride_k_page // EACH,
@@ -466,7 +469,7 @@ def decode_attention_hopper(
                 runs,
                 copied,
             )
-        if stage < STAGES - 1:  # the last tile is of the group that the loop commits first
+        if buffer < BUFFERS - 1:  # the last tile is of the group that the loop commits first
             async_copy.commit_group()
 
     cos, sin = _angles(cos_sin, position, pair, is_first, rotated, R)
@@ -551,22 +554,34 @@ def decode_attention_hopper(
     # The softmax's sum, of the keys in each row: rows are summed up at the end, for that takes all warps.
     total = gl.where((of_tile == 0)[:, None], opening[None, :], 0.0)
 
-    page = pages[STAGES - 1]  # type: ignore[var-annotated]
+    first_page = pages[FIRST_AHEAD]  # type: ignore[var-annotated]
+    second_page = pages[SECOND_AHEAD]  # type: ignore[var-annotated]
     place = newest * 0
-    filled = newest * 0 + STAGES - 1
+    # Not the same value as ``place``: Triton carries a variable from turn to turn if its first turn changes it.
+    filled = newest * 0 - 1
     for tile in range(begin, end, BLOCK_N):
-        ready(STAGES - 2)
-        # All warps are done with the tile before, whose buffers take the next tile that is not there yet.
-        next_tile = tile + (STAGES - 1) * BLOCK_N
-        if (tile > begin) & (next_tile < end):
+        ready(BUFFERS - 2)
+        key_tile = keys.index(place)
+        scores = gl.zeros([BLOCK_N, COLUMNS], gl.float32, scored)
+        asked = queries.index(0).permute((1, 0))
+        if FP8:
+            key_words_there = key_tile.load(of_keys)
+            key_first = elements(key_words_there, False, cached, dtype)
+            scores = warpgroup_mma(key_first, asked, scores, use_acc=False, is_async=True)
+            key_second = elements(key_words_there, True, cached, dtype)
+            scores = warpgroup_mma(key_second, queries.index(1).permute((1, 0)), scores, is_async=True)
+        else:
+            scores = warpgroup_mma(key_tile, asked, scores, use_acc=False, is_async=True)
+        # All warps are done with the values before, whose buffer takes the next tile that is not there yet.
+        ahead = tile + FIRST_AHEAD * BLOCK_N
+        if (tile > begin) & (ahead < end):
             _copy(
-                keys,
-                values,
-                filled,
+                values.index(filled),
                 key_words,
                 value_words,
-                page,
-                next_tile,
+                not APART,
+                first_page,
+                ahead,
                 earliest,
                 end,
                 stride_k_page // EACH,
@@ -580,20 +595,8 @@ def decode_attention_hopper(
                 copied,
             )
         async_copy.commit_group()
-        scores = gl.zeros([BLOCK_N, COLUMNS], gl.float32, scored)
-        asked = queries.index(0).permute((1, 0))
-        if FP8:
-            key_tile = keys.index(place).load(of_keys)
-            key_first = elements(key_tile, False, cached, dtype)
-            scores = warpgroup_mma(key_first, asked, scores, use_acc=False, is_async=True)
-            key_second = elements(key_tile, True, cached, dtype)
-            scores = warpgroup_mma(key_second, queries.index(1).permute((1, 0)), scores, is_async=True)
-            page = pages_of_runs(table, next_tile + BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
-            scores = warpgroup_mma_wait(0, [scores, key_first, key_second])[0]
-        else:
-            scores = warpgroup_mma(keys.index(place), asked, scores, use_acc=False, is_async=True)
-            page = pages_of_runs(table, next_tile + BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
-            scores = warpgroup_mma_wait(0, [scores])
+        page = pages_of_runs(table, tile + (SECOND_AHEAD + 1) * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
+        scores = warpgroup_mma_wait(0, [scores, key_first, key_second])[0] if FP8 else warpgroup_mma_wait(0, [scores])
         scores = scaled(scores, scale, soft_cap, HAS_CAP)
         seen = tile + of_tile < end
         if WINDOW > 0:
@@ -606,28 +609,53 @@ def decode_attention_hopper(
         total = total * shrink[None, :] + scores
         highest = new_highest
         weights.store(scores.to(dtype).permute((1, 0)))
+        fence_async_shared()
+        ready(BUFFERS - 2)
+        filled = place if APART else (place + 1) % RING
+        value_tile = values.index(filled).permute((1, 0))
         factor = gl.convert_layout(shrink, of_sums)[None, :]
         acc *= factor
-        there = values.index(place).permute((1, 0))
         if FP8:
             second_acc *= factor
-            value_tile = there.load(of_values)
-            value_first = elements(value_tile, False, cached, dtype)
-            value_second = elements(value_tile, True, cached, dtype)
-            fence_async_shared()
-            barrier()
+            value_words_there = value_tile.load(of_values)
+            value_first = elements(value_words_there, False, cached, dtype)
+            value_second = elements(value_words_there, True, cached, dtype)
             acc = warpgroup_mma(value_first, weights.permute((1, 0)), acc, is_async=True)
             second_acc = warpgroup_mma(value_second, weights.permute((1, 0)), second_acc, is_async=True)
+        else:
+            acc = warpgroup_mma(value_tile, weights.permute((1, 0)), acc, is_async=True)
+        # All warps are done with the keys, too.
+        ahead = tile + SECOND_AHEAD * BLOCK_N
+        if ahead < end:
+            _copy(
+                keys.index(place),
+                key_words,
+                value_words,
+                APART,
+                second_page,
+                ahead,
+                earliest,
+                end,
+                stride_k_page // EACH,
+                stride_k_token // EACH,
+                stride_v_page // EACH,
+                stride_v_token // EACH,
+                PAGE,
+                RUN,
+                WINDOW,
+                runs,
+                copied,
+            )
+        async_copy.commit_group()
+        if FP8:
             acc, second_acc, value_first, value_second = warpgroup_mma_wait(
                 0, [acc, second_acc, value_first, value_second]
             )
         else:
-            fence_async_shared()
-            barrier()
-            acc = warpgroup_mma(there, weights.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
-        filled = place
-        place = (place + 1) % STAGES
+        place = (filled + 1) % RING
+        first_page = second_page if APART else page
+        second_page = page
 
     total = gl.sum(total, 0)
     if FP8:
@@ -668,8 +696,8 @@ class Tile(NamedTuple):
     """The tile of a program, and how many of them a multiprocessor runs at a time."""
 
     keys: int
-    stages: int
-    """Tiles that are there or on their way, at least two."""
+    buffers: int
+    """Tiles of keys or of values that are there or on their way, at least two."""
     warps: int
     programs: int
 
@@ -713,21 +741,38 @@ class HopperDecodeAttention:
         yield "hopper", tile, self._min_tiles(programs, count, tile, device)
 
     def tile(self, programs: int, device: torch.device) -> Tile:
-        """The tile for a number of programs without splits.
+        """The tile for a number of programs without splits; every choice is correct for every batch.
 
-        Every choice is correct for every batch, so a captured graph can replay other ones. Two programs a
-        multiprocessor read long rows as fast as the memory, one some 90% of it; few programs wait for less with one.
+        A program waits several times a tile, and others of its multiprocessor work meanwhile: the more, the better, as
+        long as their copies on the way cover the memory's latency. Few programs, which are split, wait less often with
+        more keys a tile. All were measured on an H200.
         """
-        words, head_dim = self.words, self.spec.attention.head_dim
-        if words == 256:
-            keys, warps, together = 64, 4, 1
-        elif words == head_dim == 128 and programs <= multiprocessors(device) // 4:
-            keys, warps, together = 128, 4, 1
-        else:
-            keys, warps, together = 64, 4, 2
-        queries = self.columns * (head_dim + keys)
-        stages = (_SHARED // together // 2 - queries) // (2 * keys * words)
-        return Tile(keys, max(2, min(4, stages)), warps, together)
+        wanted = self._fastest(programs, multiprocessors(device))
+        if self._shared(wanted) <= _SHARED // wanted.programs - _RESERVED:
+            return wanted
+        # The queries of a wide group take much of the shared memory.
+        spare = _SHARED - _RESERVED - self._shared(Tile(64, 0, 4, 1))
+        return Tile(64, min(6, spare // (2 * 64 * self.words)), 4, 1)
+
+    def _fastest(self, programs: int, places: int) -> Tile:
+        fp8 = self.words < self.spec.attention.head_dim
+        if self.words == 256:
+            return Tile(128, 3, 8, 1) if programs <= places else Tile(64, 3, 4, 2)
+        if self.words == 128 and fp8:
+            return Tile(64, 4, 4, 2)  # widened elements of more keys spill
+        if self.words == 128 and programs * MAX_SPLITS <= places:
+            return Tile(128, 6, 4, 1)  # there are no more programs than multiprocessors
+        if self.words == 128:
+            return Tile(128, 3, 4, 2) if programs <= 2 * places else Tile(64, 3, 4, 4)
+        buffers = 4 if fp8 else 6
+        if programs <= places // 4 or self.columns > _COLUMNS:
+            return Tile(128, buffers, 4, 2)
+        return Tile(64, buffers, 4, 4)
+
+    def _shared(self, tile: Tile) -> int:
+        """Bytes of shared memory of a program: tiles, queries, weights, and each warp's maxima."""
+        copied = tile.buffers * tile.keys * self.words * 2
+        return copied + self.columns * (2 * (self.spec.attention.head_dim + tile.keys) + 4 * tile.warps)
 
     def splits(self, programs: int, max_seq_len: int, tile: Tile, device: torch.device) -> int:
         """The number of splits of each request."""
@@ -796,7 +841,7 @@ class HopperDecodeAttention:
             R=heads.rotary_dim,
             COLUMNS=self.columns,
             BLOCK_N=tile.keys,
-            STAGES=tile.stages,
+            BUFFERS=tile.buffers,
             INTERLEAVED=heads.interleaved,
             WINDOW=spec.window or 0,
             HAS_CAP=bool(spec.soft_cap),

@@ -60,8 +60,8 @@ def depend(INSTRUCTION: gl.constexpr):
 def ready(LATER: gl.constexpr):
     """Wait until all but the last ``LATER`` copy groups are in shared memory, for all warps and for ``wgmma``."""
     async_copy.wait_group(LATER)
+    barrier()  # directly: Triton puts one of its own behind a wait that has none
     fence_async_shared()
-    barrier()
 
 
 @gluon.jit

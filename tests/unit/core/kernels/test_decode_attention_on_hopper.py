@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -38,7 +40,18 @@ def decodes():
 FP8_CASES = tuple(wide(case, 128) for case in CASES)
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])
+@pytest.fixture(params=[(1, 1), (132, 132)], ids=["whole", "shared out"])
+def places(request, decodes, monkeypatch):
+    """Multiprocessors by which tiles are chosen, and keys are shared out among programs."""
+    set_places(decodes, monkeypatch, *request.param)
+
+
+def set_places(decodes, monkeypatch, of_tiles, of_splits):
+    monkeypatch.setattr(decodes, "multiprocessors", lambda device: of_tiles)
+    monkeypatch.setattr("atom_core.kernels.attention.splits.multiprocessors", lambda device: of_splits)
+
+
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
     [
@@ -50,9 +63,7 @@ FP8_CASES = tuple(wide(case, 128) for case in CASES)
     ids=str,
 )
 @pytest.mark.parametrize("case", FP8_CASES, ids=str)
-def test_an_fp8_cache_is_widened_in_registers(decodes, monkeypatch, case, dtype, cache_dtype, shared):
-    if shared:
-        monkeypatch.setattr("atom_core.kernels.attention.splits.multiprocessors", lambda device: 132)
+def test_an_fp8_cache_is_widened_in_registers(decodes, case, dtype, cache_dtype):
     spec = case.spec(dtype, cache_dtype)
     check_decode(case, Decodes(decodes.HopperDecodeAttention(spec, overlap=False)), spec, CPU)
 
@@ -74,13 +85,36 @@ def test_every_code_is_widened_exactly(cache_dtype, dtype, second):
         assert found[~known].abs().min() >= wanted[known].max()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared out"])
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_answers_as_the_ops_it_is_made_of(decodes, monkeypatch, case, shared):
-    if shared:
-        monkeypatch.setattr("atom_core.kernels.attention.splits.multiprocessors", lambda device: 132)
+def test_it_answers_as_the_ops_it_is_made_of(decodes, case):
     spec = case.spec(torch.float16)
     check_decode(case, Decodes(decodes.HopperDecodeAttention(spec, overlap=False)), spec, CPU)
+
+
+@pytest.mark.parametrize("buffers", range(2, 9))
+@pytest.mark.parametrize("places", [1, 132], ids=["whole", "shared out"])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_keys_and_values_may_have_any_number_of_buffers(decodes, monkeypatch, buffers, places, cache_dtype):
+    case = DecodeCase(AttentionCase("", decoding(0, 64, 700, 1300), heads=4, kv_heads=2, dim=128))
+    set_places(decodes, monkeypatch, 1, places)
+    kernel = decodes.HopperDecodeAttention(case.spec(torch.float16, cache_dtype), overlap=False)
+    monkeypatch.setattr(kernel, "tile", lambda programs, device: decodes.Tile(64, buffers, 4, 1))
+    check_decode(case, Decodes(kernel), kernel.spec, CPU)
+
+
+@pytest.mark.parametrize(
+    ("dim", "cache_dtype"), [(64, torch.float16), *product([128, 256], [torch.float16, torch.float8_e4m3fn])], ids=str
+)
+@pytest.mark.parametrize("group", [1, 4, 8, 9, 16, 17, 32, 33, 64])
+def test_tiles_fit_in_shared_memory(decodes, monkeypatch, group, dim, cache_dtype):
+    spec = DecodeCase(AttentionCase("", ((0, 1),), heads=group, kv_heads=1, dim=dim)).spec(torch.float16, cache_dtype)
+    monkeypatch.setattr(decodes, "multiprocessors", lambda device: 132)
+    kernel = decodes.HopperDecodeAttention(spec, overlap=False)
+    for programs in (1, 8, 33, 34, 132, 133, 264, 265, 4096):
+        tile = kernel.tile(programs, CPU)
+        assert tile.buffers >= 3
+        assert tile.programs * (kernel._shared(tile) + 1024) <= 228 * 1024
 
 
 class Decodes:
