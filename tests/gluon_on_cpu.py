@@ -553,15 +553,18 @@ def on_cpu() -> Iterator[dict[str, ModuleType]]:
         yield modules
     finally:
         for name, before in replaced.items():
-            if before is None:
-                sys.modules.pop(name, None)
-            else:
-                _put(name, before)
+            _put(name, before)
 
 
-def _put(name: str, module: ModuleType) -> None:
-    """Have a module found under a name, by both of the ways in which it is imported."""
-    sys.modules[name] = module
+def _put(name: str, module: ModuleType | None) -> None:
+    """Have a module found under a name, by both of the ways in which it is imported; None: by neither."""
     parent, _, own = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], own, module)
+    package = sys.modules.get(parent)
+    if module is None:
+        sys.modules.pop(name, None)
+        if hasattr(package, own):
+            delattr(package, own)
+        return
+    sys.modules[name] = module
+    if package is not None:
+        setattr(package, own, module)
