@@ -333,8 +333,9 @@ def decode_attention_hopper(
     warps: gl.constexpr = gl.num_warps()
     copied: gl.constexpr = copied_layout(W, warps)
     RUN: gl.constexpr = run_of(PAGE, BLOCK_N, W, warps)
-    # An even number of buffers is half for keys and half for values; an odd one is for keys and values in turns. While
-    # a tile's keys are worked on, a tile's values, or keys, so far ahead are asked for; likewise with its values.
+    # Of an even number of buffers, half are for keys and half for values; an odd number serves both in turns.
+    # In an iteration, two copies begin: one while keys are multiplied, of the tile FIRST_AHEAD tiles ahead, which is of
+    # values (of keys where they take turns), and one while values are multiplied, of the other kind.
     APART: gl.constexpr = BUFFERS % 2 == 0
     RING: gl.constexpr = BUFFERS // 2 if APART else BUFFERS
     FIRST_AHEAD: gl.constexpr = (BUFFERS - 1) // 2
@@ -557,7 +558,7 @@ def decode_attention_hopper(
     first_page = pages[FIRST_AHEAD]  # type: ignore[var-annotated]
     second_page = pages[SECOND_AHEAD]  # type: ignore[var-annotated]
     place = newest * 0
-    # Not the same value as ``place``: Triton carries a variable from turn to turn if its first turn changes it.
+    # Triton takes a variable to be loop-carried only if an iteration gives it another value: this may not be ``place``.
     filled = newest * 0 - 1
     for tile in range(begin, end, BLOCK_N):
         ready(BUFFERS - 2)
@@ -572,7 +573,7 @@ def decode_attention_hopper(
             scores = warpgroup_mma(key_second, queries.index(1).permute((1, 0)), scores, is_async=True)
         else:
             scores = warpgroup_mma(key_tile, asked, scores, use_acc=False, is_async=True)
-        # All warps are done with the values before, whose buffer takes the next tile that is not there yet.
+        # All warps are done with the values of the tile before: their buffer is free.
         ahead = tile + FIRST_AHEAD * BLOCK_N
         if (tile > begin) & (ahead < end):
             _copy(
@@ -609,7 +610,7 @@ def decode_attention_hopper(
         total = total * shrink[None, :] + scores
         highest = new_highest
         weights.store(scores.to(dtype).permute((1, 0)))
-        fence_async_shared()
+        fence_async_shared()  # of the weights, which threads have stored
         ready(BUFFERS - 2)
         filled = place if APART else (place + 1) % RING
         value_tile = values.index(filled).permute((1, 0))
@@ -624,7 +625,7 @@ def decode_attention_hopper(
             second_acc = warpgroup_mma(value_second, weights.permute((1, 0)), second_acc, is_async=True)
         else:
             acc = warpgroup_mma(value_tile, weights.permute((1, 0)), acc, is_async=True)
-        # All warps are done with the keys, too.
+        # All warps are done with this tile's keys: their buffer is free.
         ahead = tile + SECOND_AHEAD * BLOCK_N
         if ahead < end:
             _copy(
@@ -697,7 +698,7 @@ class Tile(NamedTuple):
 
     keys: int
     buffers: int
-    """Tiles of keys or of values that are there or on their way, at least two."""
+    """Tiles of keys or of values in shared memory or on their way there, at least two."""
     warps: int
     programs: int
 
@@ -745,7 +746,7 @@ class HopperDecodeAttention:
 
         A program waits several times a tile, and others of its multiprocessor work meanwhile: the more, the better, as
         long as their copies on the way cover the memory's latency. Few programs, which are split, wait less often with
-        more keys a tile. All were measured on an H200.
+        more keys a tile. Measured on an H200, for groups of up to 16 heads.
         """
         wanted = self._fastest(programs, multiprocessors(device))
         if self._shared(wanted) <= _SHARED // wanted.programs - _RESERVED:

@@ -60,7 +60,7 @@ def depend(INSTRUCTION: gl.constexpr):
 def ready(LATER: gl.constexpr):
     """Wait until all but the last ``LATER`` copy groups are in shared memory, for all warps and for ``wgmma``."""
     async_copy.wait_group(LATER)
-    barrier()  # directly: Triton puts one of its own behind a wait that has none
+    barrier()  # directly behind the wait, or Triton adds one of its own
     fence_async_shared()
 
 
