@@ -172,33 +172,6 @@ def _store(
 
 
 @gluon.jit
-def _copy(
-    to,
-    keys,
-    values,
-    KEYS: gl.constexpr,
-    page,
-    tile,
-    earliest,
-    end,
-    stride_k_page,
-    stride_k_token,
-    stride_v_page,
-    stride_v_token,
-    PAGE: gl.constexpr,
-    RUN: gl.constexpr,
-    WINDOW: gl.constexpr,
-    runs: gl.constexpr,
-    copied: gl.constexpr,
-):
-    """Start to copy a tile of keys, or of values."""
-    if KEYS:
-        copy_tile(to, keys, page, tile, earliest, end, stride_k_page, stride_k_token, PAGE, RUN, WINDOW, runs, copied)
-    else:
-        copy_tile(to, values, page, tile, earliest, end, stride_v_page, stride_v_token, PAGE, RUN, WINDOW, runs, copied)
-
-
-@gluon.jit
 def _heads(acc, second_acc, FP8: gl.constexpr):
     """``[COLUMNS, D]``: each head's sums, of words' first elements and of their second ones."""
     if FP8:
@@ -445,31 +418,22 @@ def decode_attention_hopper(
     weights = gl.allocate_shared_memory(
         dtype, [COLUMNS, BLOCK_N], gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], dtype)
     )
+    # What tiles are copied from, with the strides of a page and of a token.
+    key_source = (key_words, stride_k_page // EACH, stride_k_token // EACH)
+    value_source = (value_words, stride_v_page // EACH, stride_v_token // EACH)
+    first_source = value_source if APART else key_source
+    second_source = key_source if APART else value_source
     # The first tiles are copied before qkv is there: keys, values, keys, …
     for buffer in gl.static_range(BUFFERS):
+        source = key_source if buffer % 2 == 0 else value_source
         if begin + buffer // 2 * BLOCK_N < end:
             to = keys.index(buffer // 2 if APART else buffer)
             if APART and buffer % 2 == 1:
                 to = values.index(buffer // 2)
-            _copy(
-                to,
-                key_words,
-                value_words,
-                buffer % 2 == 0,
-                pages[buffer // 2],
-                begin + buffer // 2 * BLOCK_N,
-                earliest,
-                end,
-                stride_k_page // EACH,
-                stride_k_token // EACH,
-                stride_v_page // EACH,
-                stride_v_token // EACH,
-                PAGE,
-                RUN,
-                WINDOW,
-                runs,
-                copied,
-            )
+            copy_tile(
+                to, source[0], pages[buffer // 2], begin + buffer // 2 * BLOCK_N, earliest, end, source[1], source[2],
+                PAGE, RUN, WINDOW, runs, copied,
+            )  # fmt: skip
         if buffer < BUFFERS - 1:  # the last tile is of the group that the loop commits first
             async_copy.commit_group()
 
@@ -557,12 +521,13 @@ def decode_attention_hopper(
 
     first_page = pages[FIRST_AHEAD]  # type: ignore[var-annotated]
     second_page = pages[SECOND_AHEAD]  # type: ignore[var-annotated]
-    place = newest * 0
-    # Triton takes a variable to be loop-carried only if an iteration gives it another value: this may not be ``place``.
-    filled = newest * 0 - 1
+    key_place = newest * 0
+    # Of the values of the tile before. Not ``key_place`` here: Triton takes a variable to be loop-carried only if an
+    # iteration gives it another value.
+    value_place = newest * 0 - 1
     for tile in range(begin, end, BLOCK_N):
         ready(BUFFERS - 2)
-        key_tile = keys.index(place)
+        key_tile = keys.index(key_place)
         scores = gl.zeros([BLOCK_N, COLUMNS], gl.float32, scored)
         asked = queries.index(0).permute((1, 0))
         if FP8:
@@ -576,25 +541,10 @@ def decode_attention_hopper(
         # All warps are done with the values of the tile before: their buffer is free.
         ahead = tile + FIRST_AHEAD * BLOCK_N
         if (tile > begin) & (ahead < end):
-            _copy(
-                values.index(filled),
-                key_words,
-                value_words,
-                not APART,
-                first_page,
-                ahead,
-                earliest,
-                end,
-                stride_k_page // EACH,
-                stride_k_token // EACH,
-                stride_v_page // EACH,
-                stride_v_token // EACH,
-                PAGE,
-                RUN,
-                WINDOW,
-                runs,
-                copied,
-            )
+            copy_tile(
+                values.index(value_place), first_source[0], first_page, ahead, earliest, end, first_source[1],
+                first_source[2], PAGE, RUN, WINDOW, runs, copied,
+            )  # fmt: skip
         async_copy.commit_group()
         page = pages_of_runs(table, tile + (SECOND_AHEAD + 1) * BLOCK_N, end, BLOCK_N, PAGE, RUN, runs)
         scores = warpgroup_mma_wait(0, [scores, key_first, key_second])[0] if FP8 else warpgroup_mma_wait(0, [scores])
@@ -612,8 +562,8 @@ def decode_attention_hopper(
         weights.store(scores.to(dtype).permute((1, 0)))
         fence_async_shared()  # of the weights, which threads have stored
         ready(BUFFERS - 2)
-        filled = place if APART else (place + 1) % RING
-        value_tile = values.index(filled).permute((1, 0))
+        value_place = key_place if APART else (key_place + 1) % RING
+        value_tile = values.index(value_place).permute((1, 0))
         factor = gl.convert_layout(shrink, of_sums)[None, :]
         acc *= factor
         if FP8:
@@ -628,25 +578,10 @@ def decode_attention_hopper(
         # All warps are done with this tile's keys: their buffer is free.
         ahead = tile + SECOND_AHEAD * BLOCK_N
         if ahead < end:
-            _copy(
-                keys.index(place),
-                key_words,
-                value_words,
-                APART,
-                second_page,
-                ahead,
-                earliest,
-                end,
-                stride_k_page // EACH,
-                stride_k_token // EACH,
-                stride_v_page // EACH,
-                stride_v_token // EACH,
-                PAGE,
-                RUN,
-                WINDOW,
-                runs,
-                copied,
-            )
+            copy_tile(
+                keys.index(key_place), second_source[0], second_page, ahead, earliest, end, second_source[1],
+                second_source[2], PAGE, RUN, WINDOW, runs, copied,
+            )  # fmt: skip
         async_copy.commit_group()
         if FP8:
             acc, second_acc, value_first, value_second = warpgroup_mma_wait(
@@ -654,7 +589,7 @@ def decode_attention_hopper(
             )
         else:
             acc = warpgroup_mma_wait(0, [acc])
-        place = (filled + 1) % RING
+        key_place = (value_place + 1) % RING
         first_page = second_page if APART else page
         second_page = page
 
@@ -749,28 +684,29 @@ class HopperDecodeAttention:
         more keys a tile. Measured on an H200, for groups of up to 16 heads.
         """
         wanted = self._fastest(programs, multiprocessors(device))
-        if self._shared(wanted) <= _SHARED // wanted.programs - _RESERVED:
+        if self._shared_bytes(wanted) <= _SHARED // wanted.programs - _RESERVED:
             return wanted
         # The queries of a wide group take much of the shared memory.
-        spare = _SHARED - _RESERVED - self._shared(Tile(64, 0, 4, 1))
+        spare = _SHARED - _RESERVED - self._shared_bytes(Tile(64, 0, 4, 1))
         return Tile(64, min(6, spare // (2 * 64 * self.words)), 4, 1)
 
-    def _fastest(self, programs: int, places: int) -> Tile:
+    def _fastest(self, programs: int, num_multiprocessors: int) -> Tile:
+        """The tile that took the least time, if shared memory has room for it."""
         fp8 = self.words < self.spec.attention.head_dim
         if self.words == 256:
-            return Tile(128, 3, 8, 1) if programs <= places else Tile(64, 3, 4, 2)
+            return Tile(128, 3, 8, 1) if programs <= num_multiprocessors else Tile(64, 3, 4, 2)
         if self.words == 128 and fp8:
             return Tile(64, 4, 4, 2)  # widened elements of more keys spill
-        if self.words == 128 and programs * MAX_SPLITS <= places:
+        if self.words == 128 and programs * MAX_SPLITS <= num_multiprocessors:
             return Tile(128, 6, 4, 1)  # there are no more programs than multiprocessors
         if self.words == 128:
-            return Tile(128, 3, 4, 2) if programs <= 2 * places else Tile(64, 3, 4, 4)
+            return Tile(128, 3, 4, 2) if programs <= 2 * num_multiprocessors else Tile(64, 3, 4, 4)
         buffers = 4 if fp8 else 6
-        if programs <= places // 4 or self.columns > _COLUMNS:
+        if programs <= num_multiprocessors // 4 or self.columns > _COLUMNS:
             return Tile(128, buffers, 4, 2)
         return Tile(64, buffers, 4, 4)
 
-    def _shared(self, tile: Tile) -> int:
+    def _shared_bytes(self, tile: Tile) -> int:
         """Bytes of shared memory of a program: tiles, queries, weights, and each warp's maxima."""
         copied = tile.buffers * tile.keys * self.words * 2
         return copied + self.columns * (2 * (self.spec.attention.head_dim + tile.keys) + 4 * tile.warps)

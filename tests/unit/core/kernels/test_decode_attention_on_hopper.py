@@ -114,7 +114,7 @@ def test_tiles_fit_in_shared_memory(decodes, monkeypatch, group, dim, cache_dtyp
     for programs in (1, 8, 33, 34, 132, 133, 264, 265, 4096):
         tile = kernel.tile(programs, CPU)
         assert tile.buffers >= 3
-        assert tile.programs * (kernel._shared(tile) + 1024) <= 228 * 1024
+        assert tile.programs * (kernel._shared_bytes(tile) + 1024) <= 228 * 1024
 
 
 class Decodes:
